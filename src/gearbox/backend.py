@@ -1,0 +1,259 @@
+"""The engine: the only module (with `gear`, its file) that may name one.
+
+Starts the process group and Accelerate as the gear asks, wraps model and optimizer, and proves that what was asked for
+is what runs. On a machine without a GPU the same engine runs on gloo in fp32, with as many ranks: a rehearsal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch.distributed.tensor import DTensor
+
+from gearbox.config import Recipe, UserError
+from gearbox.gear import Gear
+
+
+def is_rehearsal() -> bool:
+    return not torch.cuda.is_available()
+
+
+def precision(gear: Gear) -> str:
+    """no (fp32) or bf16. Most CPUs have no bf16 units, so a rehearsal is in fp32."""
+    return "no" if is_rehearsal() else gear.precision
+
+
+def start_processes(gear: Gear) -> PartialState:
+    """Join the process group. Raises UserError where the ranks are not those asked for."""
+    ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks != gear.num_processes:
+        raise UserError(f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}")
+    if gear.engine == "single" and ranks > 1:
+        raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
+    if not is_rehearsal():
+        num_gpus = torch.cuda.device_count()
+        if local_ranks > num_gpus:
+            raise UserError(
+                f"{gear.path}: {local_ranks} ranks on this machine, but {num_gpus} GPUs; give --num_processes {num_gpus}"
+            )
+        return PartialState()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    if gear.engine == "zero":
+        # Without its own start DeepSpeed would find one process where there are several.
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each rank compiles it for 100 s
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    state = PartialState(cpu=True)
+    if gear.engine in ("fsdp", "zero"):
+        # accelerate turns FSDP and ZeRO into data parallelism for MULTI_CPU; as MULTI_GPU it takes them as they are,
+        # and the device stays the CPU. The attribute is private: nowhere else is it touched.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return state
+
+
+def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Accelerator:
+    """The Accelerator of this gear, after start_processes."""
+    options: dict[str, Any] = {"mixed_precision": precision(gear)}
+    # Lists of micro batches, not a data loader: the count alone decides when gradients are reduced.
+    options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # checked by gear.check_against; it would beat the plugin
+    if gear.engine == "fsdp":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(gear))
+        # The policy alone decides: with mixed_precision accelerate would upcast bf16 masters and add autocast on top.
+        options["mixed_precision"] = "no"
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    if gear.engine == "zero":
+        from accelerate.utils import DeepSpeedPlugin
+
+        settings = gear.filled_json(recipe, accumulation, micro_rows, precision(gear))
+        # zero.Init cannot partition 4-bit weights while they load; the engine partitions them afterwards.
+        init = gear.zero_stage == 3 and recipe.model.quantize is None
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=init)
+    if gear.engine == "ddp":
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        options["kwargs_handlers"] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    return Accelerator(**options)
+
+
+def _fsdp_policy(gear: Gear) -> Any:
+    """Forward in the gear's precision, gradients always reduced in fp32 (accelerate's default would be bf16)."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Model and optimizer as the engine runs them."""
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if type(_bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
+        step_on_local_shards(_bare_optimizer(optimizer))
+    return model, optimizer
+
+
+def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Let an elementwise optimizer whose kernels know no DTensor work on each rank's own shard (FSDP2)."""
+    pairs: list[tuple[Any, torch.nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            if isinstance(parameter, DTensor):
+                pairs.append((parameter, torch.nn.Parameter(parameter.to_local())))
+                group["params"][i] = pairs[-1][1]
+
+    def lend_gradients(*_: Any) -> None:
+        for parameter, local in pairs:
+            local.grad = parameter.grad.to_local() if parameter.grad is not None else None
+
+    def drop_gradients(*_: Any) -> None:
+        for parameter, local in pairs:
+            parameter.grad = local.grad = None
+
+    optimizer.register_step_pre_hook(lend_gradients)
+    optimizer.register_step_post_hook(drop_gradients)
+
+
+def _bare_optimizer(optimizer: Any) -> Any:
+    """Under accelerate's wrapper and DeepSpeed's."""
+    while hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Before the backward pass of the last micro batch: DeepSpeed takes its step inside it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def whole_parameters(accelerator: Accelerator, model: Any, only_trainable: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
+
+    Persistent buffers come along. Every rank must run it to its end.
+    """
+    bare = accelerator.unwrap_model(model)
+    buffers = {name for name in bare.state_dict(keep_vars=True)} - {name for name, _ in bare.named_parameters()}
+    for name, parameter in [*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in buffers)]:
+        if only_trainable and not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor):
+            whole = parameter.full_tensor()
+        elif hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                whole = parameter.data.clone() if accelerator.is_main_process else parameter.data
+        else:
+            whole = parameter
+        if accelerator.is_main_process:
+            yield name, whole.detach().cpu().clone()
+
+
+def bytes_held(model: Any) -> tuple[int, int]:
+    """Bytes of parameters that this rank holds between steps, and of the whole model."""
+    held = whole = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            local, numel = parameter.to_local().numel(), parameter.numel()
+        elif hasattr(parameter, "ds_tensor"):
+            local, numel = parameter.ds_tensor.numel(), parameter.ds_numel
+        else:
+            local = numel = parameter.numel()
+        held += local * parameter.element_size()
+        whole += numel * parameter.element_size()
+    return held, whole
+
+
+def optimizer_bytes_expected(num_trainable: int, gear: Gear) -> int:
+    """AdamW's two fp32 moments on one rank."""
+    shards = gear.num_processes if gear.engine in ("fsdp", "zero") else 1
+    return 8 * num_trainable // shards
+
+
+def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int) -> dict[str, str]:
+    """Hold what runs against what was asked. Returns the facts for the log; raises UserError at any difference."""
+    facts: dict[str, tuple[Any, Any]] = {
+        "ranks": (gear.num_processes, accelerator.num_processes),
+        "engine": (_engine_asked(gear), _engine_running(model)),
+        "precision": (precision(gear), _precision_running(accelerator, model, gear)),
+        "accumulation": (accumulation, accelerator.gradient_accumulation_steps),
+    }
+    if gear.engine == "zero":
+        facts["clip"] = (float(recipe.optim.max_grad_norm), float(model.gradient_clipping()))
+        facts["accumulation"] = (accumulation, model.gradient_accumulation_steps())
+        if precision(gear) == "bf16":
+            facts["gradients in"] = (torch.float32, model.communication_data_type)
+            facts["gradients kept in"] = (torch.float32, model.get_data_types()[1])
+    elif gear.engine == "fsdp":
+        facts["gradients in"] = (torch.float32, accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype)
+    if recipe.optim.master_weights == "fp32":
+        facts["masters in"] = ({torch.float32}, _master_dtypes(model, gear, optimizer))
+    wrong = [f"{name}: asked for {asked}, running {found}" for name, (asked, found) in facts.items() if asked != found]
+    held, whole = bytes_held(model)
+    if gear.engine == "fsdp" or gear.zero_stage == 3:
+        share, ideal = held / whole, 1 / gear.num_processes
+        # Shards are padded to whole rows, so small models are a little above 1/N; unsharded 4-bit weights are far above.
+        if share > ideal * 1.1 + 0.02:
+            wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
+    if wrong:
+        raise UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
+    shown = {name: _name(found) for name, (_, found) in facts.items()}
+    return shown | {"parameters on this rank": f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB"}
+
+
+def _name(value: Any) -> str:
+    names = sorted(str(v).removeprefix("torch.") for v in (value if isinstance(value, set) else {value}))
+    return ", ".join({"no": "fp32", "float32": "fp32", "bfloat16": "bf16"}.get(name, name) for name in names)
+
+
+def _engine_asked(gear: Gear) -> str:
+    return {"single": "one device", "ddp": "DDP", "fsdp": "FSDP2", "zero": f"ZeRO-{gear.zero_stage}"}[gear.engine]
+
+
+def _engine_running(model: Any) -> str:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel):
+        return "DDP"
+    if isinstance(model, FSDPModule):
+        return "FSDP2"
+    if hasattr(model, "zero_optimization_stage"):
+        return f"ZeRO-{model.zero_optimization_stage()}"
+    return "one device"
+
+
+def _precision_running(accelerator: Accelerator, model: Any, gear: Gear) -> str:
+    if gear.engine == "zero":
+        return "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
+    if gear.engine == "fsdp":
+        compute = accelerator.state.fsdp_plugin.mixed_precision_policy.param_dtype
+        return {torch.bfloat16: "bf16", torch.float32: "no"}.get(compute, str(compute))
+    return str(accelerator.mixed_precision)
+
+
+def _master_dtypes(model: Any, gear: Gear, optimizer: Any) -> set[torch.dtype]:
+    """Of the tensors that the optimizer updates."""
+    if gear.engine == "zero":
+        engine = model.optimizer
+        flat = getattr(engine, "fp32_partitioned_groups_flat", None) or getattr(
+            engine, "single_partition_of_fp32_groups", None
+        )
+        if flat is not None:
+            return {tensor.dtype for tensor in flat if tensor is not None}
+    return {p.dtype for group in optimizer.param_groups for p in group["params"]}
+
+
+def leave() -> None:
+    """End the process group, so that nothing warns about it at exit."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

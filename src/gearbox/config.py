@@ -1,0 +1,290 @@
+"""The recipe: what to train. Every key, its type, its default and its unit stand here, once.
+
+Nothing here imports torch, so a misspelt key is reported in well under a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+DEFAULT_RECIPE = Path("recipes/tiny.yaml")
+ROOT = Path(__file__).resolve().parents[2]
+BUILTIN_TASKS = "builtin:tasks"
+LOCAL_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. Its text is shown as it is, without a traceback."""
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `2e-5` as a string; here it is a number, as everywhere else."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number)]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+
+
+class Model(Group):
+    name: str
+    """A folder with config.json, or the id of a model on the Hugging Face hub."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub model; null is its default branch."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """pretrained loads the weights; random draws them from train.seed, by the model's config.json."""
+    quantize: Literal["nf4"] | None = None
+    """nf4 keeps the frozen base in 4 bits with double quantization (needs an adapter: QLoRA)."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """auto is sdpa, which isolates packed documents on every device."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+
+
+class Adapter(Group):
+    method: Literal["none", "lora"] = "none"
+    """none trains all weights; lora trains low-rank additions. QLoRA is lora with model.quantize."""
+    r: int = Field(16, ge=1)
+    """Rank of each low-rank addition."""
+    alpha: Float = Field(32.0, gt=0)
+    """The addition is scaled by alpha / r."""
+    dropout: Float = Field(0.0, ge=0, lt=1)
+    """Probability of dropping an adapter's input. Above 0 the gears no longer draw the same numbers."""
+    targets: str | list[str] = "all-linear"
+    """Modules to adapt: all-linear (every linear layer but the output head) or a list of names."""
+
+
+class Data(Group):
+    path: str
+    """A .json, .jsonl, .parquet, .csv or .txt file, a dataset id of the hub, or builtin:tasks."""
+    split: str = "train"
+    """Split of a hub dataset; slices such as train[:5%] are allowed."""
+    form: Literal["auto", "messages", "instruction", "text"] = "auto"
+    """Fields of a document: messages (role, content), instruction (instruction, input, output), or text."""
+    supervise: Literal["assistant", "all"] = "assistant"
+    """Which tokens of a chat are trained: the assistant's turns and their end, or everything."""
+    packing: bool = True
+    """Fill each row with several documents that cannot see each other; false: one document a row."""
+
+
+class Batch(Group):
+    rows: int = Field(ge=1)
+    """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
+    row_tokens: int = Field(ge=8)
+    """Tokens of a row; a longer document is cut."""
+    micro_rows: int = Field(1, ge=1)
+    """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
+
+
+class Optim(Group):
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    """The 8bit and paged kinds are bitsandbytes' and need a GPU."""
+    lr: Float = Field(gt=0)
+    """Peak learning rate."""
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: Float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: Float = Field(0.0, ge=0)
+    """Decoupled weight decay; biases and norms are exempt."""
+    max_grad_norm: Float = Field(1.0, ge=0)
+    """Clip the gradient to this L2 norm over all weights; 0 does not clip."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Storage of the trainable weights between steps; bf16 saves 2 bytes a parameter and loses small updates."""
+
+
+class Schedule(Group):
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0 to its peak."""
+
+
+class Train(Group):
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; give this or epochs."""
+    epochs: Float | None = Field(None, gt=0)
+    """Passes over the training rows; give this or steps."""
+    seed: int = Field(0, ge=0)
+    """Draws the data order, random weights and adapters."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        return self
+
+
+class Eval(Group):
+    every: int = Field(0, ge=0)
+    """Steps between two evaluations; 0 evaluates only at the start and the end."""
+    fraction: Float = Field(0.02, ge=0, lt=1)
+    """Share of the documents held out, chosen by a hash of their content; 0 switches evaluation off."""
+    samples: int = Field(2, ge=0)
+    """Held-out questions that are answered before and after the training, to be read."""
+    sample_tokens: int = Field(48, ge=1)
+    """Longest sample answer, in tokens."""
+
+
+class Run(Group):
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the run below run.dir; null is <recipe>-<gear>, with -2, -3, ... where that is taken."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    rehearse: bool = False
+    """Same architecture, two narrow layers, random weights, no network: for a laptop."""
+
+
+class Recipe(Group):
+    model: Model
+    adapter: Adapter = Adapter()
+    data: Data
+    batch: Batch
+    optim: Optim
+    schedule: Schedule = Schedule()
+    train: Train
+    eval: Eval = Eval()  # pyright: ignore[reportCallIssue]
+    run: Run = Run()  # pyright: ignore[reportCallIssue]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if self.model.quantize and self.adapter.method == "none":
+            raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
+        if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be below train.steps ({self.train.steps})"
+            )
+        return self
+
+    @property
+    def method(self) -> str:
+        return "full" if self.adapter.method == "none" else "qlora" if self.model.quantize else self.adapter.method
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError for unreadable files, bad YAML and repeated keys."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise UserError(f"{path}:{key_node.start_mark.line + 1}: {key!r} is given twice; keep one")
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        raise UserError(f"{path}: there is no such file{_did_you_mean(near)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")
+    return content
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """The recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once."""
+    content = read_yaml(path)
+    problems: list[str] = []
+    for override in overrides or []:
+        key, equals, text = override.partition("=")
+        *groups, last = key.split(".")
+        if not equals or not groups:
+            problems.append(f"{override!r}: an override is written group.key=value, such as optim.lr=1e-5")
+            continue
+        target = content
+        for group in groups:
+            if not isinstance(target.get(group), dict):
+                target[group] = {}
+            target = target[group]
+        try:
+            target[last] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            target[last] = text
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        problems += [_explain(item) for item in error.errors()]
+    if recipe is not None:
+        problems += _missing_files(recipe)
+    if problems or recipe is None:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return recipe
+
+
+def _missing_files(recipe: Recipe) -> list[str]:
+    """What looks like a local path must be there; a name such as `org/model` is left to the hub."""
+    problems = []
+    name, path = recipe.model.name, recipe.data.path
+    looks_local = name.startswith((".", "/", "~", "models/", "recipes/", "runs/"))
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            problems.append(f"model.name: the folder {name!r} holds no config.json")
+    elif looks_local or name.count("/") > 1:
+        hint = "; `make smollm2` makes it" if name == "models/smollm2-135m" else ""
+        problems.append(f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}")
+    if path != BUILTIN_TASKS and not Path(path).is_file():
+        if path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")):
+            problems.append(f"data.path: there is no file {path!r}")
+        elif path.startswith("builtin:"):
+            problems.append(f"data.path: {path!r} is unknown; the only built-in data is {BUILTIN_TASKS}")
+    return problems if not recipe.run.rehearse else [p for p in problems if p.startswith("data.")]
+
+
+def recipe_keys() -> list[str]:
+    """Every key of the schema as group.key."""
+    return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in _fields(field.annotation)]
+
+
+def _fields(annotation: Any) -> list[str]:
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """`; did you mean 'lr'?`, or an empty string where nothing is near."""
+    return _did_you_mean(difflib.get_close_matches(word, known, 1, 0.6))
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"] if isinstance(part, str | int)]
+    key, found = ".".join(location), item["input"]
+    if item["type"] == "extra_forbidden":
+        siblings = recipe_keys() if len(location) == 1 else _fields(Recipe.model_fields[location[0]].annotation)
+        if len(location) == 1:
+            groups = list(Recipe.model_fields)
+            hint = nearest(location[0], groups) or nearest(location[0], [k.split(".")[1] for k in siblings])
+        else:
+            hint = nearest(location[1], siblings)
+            elsewhere = [k for k in recipe_keys() if k.endswith("." + location[1])]
+            hint = hint or (f"; did you mean {elsewhere[0]!r}?" if elsewhere else "")
+        return f"{key}: there is no such key{hint}"
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message[0].lower()}{message[1:]}, found {found!r}"

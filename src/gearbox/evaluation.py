@@ -1,0 +1,66 @@
+"""Held-out loss, exact answers, and samples that people read. Every rank calls these together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gearbox.data import IGNORED, Rows, make_step
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    """Mean over the target tokens of all held-out rows."""
+    exact_match: float
+    """Share of held-out documents whose every target is the model's most likely token.
+
+    That is greedy decoding's exact match, by induction, without generating.
+    """
+
+
+def evaluate(accelerator: Any, model: torch.nn.Module, rows: Rows, rows_at_once: int, micro_rows: int) -> Evaluation:
+    """One pass over all held-out rows, dealt like training rows, so that any number of ranks agrees."""
+    model.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)  # loss, targets, exact documents, documents
+    with torch.no_grad():
+        for first in range(0, len(rows), rows_at_once):
+            ids = list(range(first, min(first + rows_at_once, len(rows))))
+            step = make_step(rows, ids, accelerator.process_index, accelerator.num_processes, micro_rows)
+            for micro in step.micro_batches:
+                batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
+                documents = batch.pop("document_ids")
+                losses, hits = model(**batch)
+                target = batch["labels"] != IGNORED
+                num_documents = len(documents[documents >= 0].unique())
+                num_wrong = len(documents[target & ~hits].unique())
+                sums += torch.tensor(
+                    [losses.double().sum(), target.sum(), num_documents - num_wrong, num_documents], device=sums.device
+                )
+    model.train()
+    total_loss, targets, exact, documents = accelerator.reduce(sums, "sum").tolist()
+    return Evaluation(total_loss / max(1, targets), exact / max(1, documents))
+
+
+def answer(accelerator: Any, model: torch.nn.Module, tokenizer: Any, chat: list[dict[str, str]], num_tokens: int) -> str:
+    """The greedy answer to a chat's first question, by all ranks in step, so that sharded models can give it."""
+    from accelerate.utils import broadcast
+
+    question = chat[: next(i for i, message in enumerate(chat) if message["role"] == "assistant")]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
+    first_new = tokens.shape[1]
+    model.eval()
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
+            # Every rank takes rank 0's token: a tie broken differently on one of them would end in a hang.
+            chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
+            tokens = torch.cat([tokens, chosen], 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if tokens[0, -1].item() == tokenizer.eos_token_id:
+                break
+    model.train()
+    return tokenizer.decode(tokens[0, first_new:], skip_special_tokens=True).strip()

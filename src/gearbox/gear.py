@@ -1,0 +1,243 @@
+"""The gear: how to run. Reads an Accelerate config and its ZeRO JSON and holds them against the recipe.
+
+With `backend`, the only module that may name an engine. Nothing here imports torch, so that a wrong key, which
+Accelerate and DeepSpeed drop in silence, is reported in well under a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from gearbox.config import ROOT, Recipe, UserError, nearest, read_yaml
+
+Engine = Literal["single", "ddp", "fsdp", "zero"]
+
+# Names that accelerate 1.15 reads; tests/test_gear.py compares them with its launcher's parser.
+TOP_KEYS = """
+    compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
+    main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity
+    deepspeed_config fsdp_config parallelism_config downcast_bf16
+""".split()
+FSDP_KEYS = """
+    fsdp_version fsdp_offload_params fsdp_reshard_after_forward fsdp_auto_wrap_policy
+    fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
+""".split()
+DEEPSPEED_KEYS = "deepspeed_config_file deepspeed_hostfile deepspeed_multinode_launcher zero3_init_flag".split()
+PARALLELISM_KEYS = [
+    f"parallelism_config_{name}"
+    for name in """dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend
+    sp_seq_length sp_seq_length_is_variable sp_attn_implementation""".split()
+]
+# Top-level names that deepspeed 0.19 reads; inside zero_optimization it checks them itself.
+ZERO_JSON_KEYS = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping steps_per_print
+    zero_optimization bf16 fp16 communication_data_type data_types prescale_gradients gradient_predivide_factor
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown dump_state
+    activation_checkpointing aio flops_profiler comms_logger checkpoint compile disable_allgather
+    sequence_parallel_size
+""".split()
+RECIPES_OWN = {"optimizer": "optim", "scheduler": "schedule"}
+
+
+@dataclass(frozen=True)
+class Gear:
+    """A file of accelerate_configs/ with its JSON, and what the launcher's flags changed of it."""
+
+    path: Path
+    settings: dict[str, Any]
+    zero_json: dict[str, Any] | None
+    zero_path: Path | None
+    num_processes: int
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    @property
+    def engine(self) -> Engine:
+        kind = self.settings.get("distributed_type", "NO")
+        return {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}[kind]  # pyright: ignore[reportReturnType]
+
+    @property
+    def zero_stage(self) -> int:
+        """0 where the engine is not ZeRO."""
+        return int((self.zero_json or {}).get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def precision(self) -> str:
+        """no (fp32) or bf16, before a rehearsal makes it fp32."""
+        if self.zero_json is not None:
+            return "bf16" if self.zero_json.get("bf16", {}).get("enabled") is True else "no"
+        return str(self.settings.get("mixed_precision", "no"))
+
+    def filled_json(self, recipe: Recipe, accumulation: int, micro_rows: int, precision: str) -> dict[str, Any]:
+        """The ZeRO JSON with each number that the recipe owns put in place of "auto"."""
+        assert self.zero_json is not None
+        filled = json.loads(json.dumps(self.zero_json))
+        filled["bf16"] = {**filled.get("bf16", {}), "enabled": precision == "bf16"}
+        filled["gradient_clipping"] = recipe.optim.max_grad_norm
+        filled["gradient_accumulation_steps"] = accumulation
+        filled["train_micro_batch_size_per_gpu"] = micro_rows
+        filled["train_batch_size"] = accumulation * micro_rows * self.num_processes
+        filled["steps_per_print"] = 2**31  # DeepSpeed's own log line is noise beside ours
+        return filled
+
+
+def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
+    """Read and check a gear; `flags` are the launcher's, which beat the file. Raises UserError with every problem."""
+    flags = flags or {}
+    settings = read_yaml(path) | {key: flags[key] for key in ("mixed_precision",) if key in flags}
+    problems = []
+
+    def check(found: Any, known: list[str], where: str) -> None:
+        if not isinstance(found, dict):
+            problems.append(f"{where}: must be a mapping, found {found!r}")
+            return
+        for key in found:
+            if key not in known:
+                problems.append(f"{where}{key}: there is no such key{nearest(str(key), known)}")
+
+    check(settings, TOP_KEYS, "")
+    check(settings.get("fsdp_config", {}), FSDP_KEYS, "fsdp_config.")
+    check(settings.get("deepspeed_config", {}), DEEPSPEED_KEYS, "deepspeed_config.")
+    check(settings.get("parallelism_config", {}), PARALLELISM_KEYS, "parallelism_config.")
+    kind = settings.get("distributed_type", "NO")
+    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+        problems.append(f"distributed_type: {kind!r} is no engine here; use NO, MULTI_GPU, FSDP or DEEPSPEED")
+    if kind == "FSDP" and (settings.get("fsdp_config") or {}).get("fsdp_version") != 2:
+        problems.append("fsdp_config.fsdp_version: must be 2; version 1 is not supported")
+    if settings.get("use_cpu") is True and kind != "NO":
+        problems.append(f"use_cpu: true silently turns {kind} into plain data parallelism; remove it, a rehearsal needs none")
+    if settings.get("mixed_precision", "no") not in ("no", "bf16"):
+        problems.append(f"mixed_precision: {settings['mixed_precision']!r} is not supported; use bf16, or no for fp32")
+    zero_json, zero_path = None, None
+    if kind == "DEEPSPEED":
+        if "mixed_precision" in settings:
+            problems.append("mixed_precision: belongs into the ZeRO JSON (bf16.enabled); accelerate allows one of the two")
+        zero_path = _resolve((settings.get("deepspeed_config") or {}).get("deepspeed_config_file"), path)
+        if zero_path is None:
+            problems.append("deepspeed_config.deepspeed_config_file: must name a JSON such as ds_configs/zero3.json")
+        else:
+            zero_json = _read_json(zero_path)
+    try:
+        num_processes = int(flags.get("num_processes", settings.get("num_processes", 1)))
+    except (TypeError, ValueError):
+        num_processes = 0
+    if num_processes < 1:
+        problems.append(f"num_processes: must be a whole number from 1, found {settings.get('num_processes')!r}")
+    if problems:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return Gear(path, settings, zero_json, zero_path, num_processes)
+
+
+def _resolve(name: Any, gear_path: Path) -> Path | None:
+    """As accelerate does, from the working directory; else from the folder that holds accelerate_configs/."""
+    if not name:
+        return None
+    path = Path(name)
+    return path if path.exists() or path.is_absolute() else gear_path.resolve().parent.parent / path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None
+    problems = []
+    for key in content:
+        if key in RECIPES_OWN:
+            problems.append(f"{key}: the recipe owns this ({RECIPES_OWN[key]}:); remove it")
+        elif key not in ZERO_JSON_KEYS:
+            problems.append(f"{key}: there is no such key, DeepSpeed would ignore it{nearest(key, ZERO_JSON_KEYS)}")
+    if content.get("fp16", {}).get("enabled"):
+        problems.append("fp16.enabled: is not supported; use bf16")
+    if content.get("bf16", {}).get("enabled"):
+        if content.get("communication_data_type") != "fp32":
+            problems.append("communication_data_type: must be fp32, else DeepSpeed reduces the gradients in bf16")
+        if content.get("data_types", {}).get("grad_accum_dtype") != "fp32":
+            problems.append("data_types.grad_accum_dtype: must be fp32, else DeepSpeed accumulates the gradients in bf16")
+    if problems:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return content
+
+
+def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: int, micro_rows: int) -> None:
+    """Raise UserError where the JSON or the environment names another number than the recipe, or what cannot be joined."""
+    problems = []
+    if gear.zero_json is not None:
+        owned = gear.filled_json(recipe, accumulation, micro_rows, gear.precision)
+        keys = {
+            "gradient_clipping": f"optim.max_grad_norm of {recipe_path}",
+            "gradient_accumulation_steps": "what batch.rows, batch.micro_rows and the ranks give",
+            "train_micro_batch_size_per_gpu": f"batch.micro_rows of {recipe_path}",
+            "train_batch_size": f"batch.rows of {recipe_path}, filled up to whole micro batches",
+        }
+        for key, owner in keys.items():
+            found = gear.zero_json.get(key, "auto")
+            if found != "auto" and found != owned[key]:
+                problems.append(f'{gear.zero_path}: {key}: is {found}, but {owner} says {owned[key]}; write "auto"')
+        if recipe.optim.master_weights == "bf16":
+            problems.append(f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear")
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    found = os.environ.get(variable, "auto")
+    # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.
+    if gear.zero_json is None and found not in ("auto", str(accumulation)):
+        problems.append(f"{variable}={found} in the environment, but {recipe_path} gives {accumulation}; unset it")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def find_gear() -> Gear:
+    """The gear of this process: the config file on the launcher's command line, accelerate's default file, or our own.
+
+    Without accelerate's launcher it is single, or ddp where torchrun made several ranks.
+    """
+    command = launcher_command()
+    flags = _flags(command) if command else {}
+    if "config_file" in flags:
+        return load_gear(Path(flags["config_file"]), flags)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    default = home / "accelerate" / "default_config.yaml"
+    if command and default.is_file():
+        return load_gear(default, flags)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    name = "single" if ranks == "1" else "ddp"
+    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": ranks})
+
+
+def launcher_command() -> list[str] | None:
+    """The command line of the `accelerate launch` above this process, or None."""
+    launcher = launcher_process()
+    return launcher.cmdline() if launcher else None
+
+
+def launcher_process() -> psutil.Process | None:
+    for process in psutil.Process().parents():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue
+        names = [Path(part).name for part in command[:4]]
+        if ("accelerate" in names and "launch" in command) or "accelerate-launch" in names or (
+            "accelerate.commands.launch" in command
+        ):
+            return process
+    return None
+
+
+def _flags(command: list[str]) -> dict[str, str]:
+    """The launcher's flags that change what a gear says."""
+    flags = {}
+    for i, part in enumerate(command):
+        name, equals, value = part.removeprefix("--").partition("=")
+        if part.startswith("--") and name in ("config_file", "num_processes", "mixed_precision"):
+            flags[name] = value if equals else command[i + 1]
+    return flags

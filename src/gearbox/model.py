@@ -1,0 +1,215 @@
+"""Weights, quantization and adapters: from a recipe to a model, and from a model to a folder that others load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from gearbox import loss
+from gearbox.config import ROOT, Adapter, Model, UserError
+
+TINY = ROOT / "recipes" / "tiny"
+ARCHITECTURES = ROOT / "recipes" / "architectures"
+
+
+def load_tokenizer(model: Model, rehearse: bool) -> Any:
+    """The model's tokenizer; a rehearsal of a model that is not on this machine takes the byte tokenizer of recipes/tiny."""
+    try:
+        return AutoTokenizer.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
+    except Exception as error:
+        if rehearse:
+            return AutoTokenizer.from_pretrained(TINY)
+        raise unreachable(model.name, error) from None
+
+
+def load_config(model: Model, rehearse: bool) -> Any:
+    """The architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
+    try:
+        config = AutoConfig.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
+    except Exception as error:
+        shipped = ARCHITECTURES / f"{model.name.replace('/', '--')}.json"
+        if not rehearse:
+            raise unreachable(model.name, error) from None
+        if not shipped.is_file():
+            raise UserError(
+                f"model.name: a rehearsal needs the architecture of {model.name!r}: it is neither a folder, nor in the "
+                f"cache, nor at {shipped.relative_to(ROOT)}; put the model's config.json there"
+            ) from None
+        config = AutoConfig.from_pretrained(shipped)
+    if config.__class__ not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
+    return config
+
+
+def unreachable(name: str, error: Exception) -> UserError:
+    """Why a model could not be had, in one line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return UserError(
+            f"model.name: {name!r} is gated: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
+        )
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return UserError(f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private")
+    offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
+    if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
+        return UserError(
+            f"model.name: {name!r} is neither on this machine nor can the hub be reached; give a local folder, or "
+            "rehearse with run.rehearse=true"
+        )
+    return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+
+
+def narrowed(config: Any, num_tokens: int) -> Any:
+    """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before."""
+    heads = 4
+    ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    narrow = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // ratio),
+        "head_dim": 64 // heads,
+        "vocab_size": num_tokens,
+        "layer_types": config.layer_types[:2] if getattr(config, "layer_types", None) else None,
+        "max_window_layers": 2,
+    }
+    for key, value in narrow.items():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, key, None)
+    config.dtype = torch.float32
+    return config
+
+
+def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+    """Draw random weights once, as a folder, so that every gear loads them the way it loads real ones.
+
+    Atomic; a folder that another process finished first stays.
+    """
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    transformers.set_seed(seed)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(config.dtype or torch.float32)
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    try:
+        aside.rename(folder)
+    except OSError:
+        shutil.rmtree(aside)
+
+
+def load(
+    source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str, device: torch.device
+) -> torch.nn.Module:
+    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16.
+
+    Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
+    of the forward pass, and the adapter itself in fp32.
+    """
+    compute = torch.bfloat16 if precision == "bf16" else torch.float32
+    trains_all = adapter.method == "none"
+    dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if model.attention == "auto" else model.attention}
+    if model.quantize:
+        options |= {"quantization_config": _nf4(compute), "device_map": {"": device}}
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(source, revision=model.revision, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreachable(source, error) from None
+    loaded.config.use_cache = False
+    if not trains_all:
+        import peft
+
+        # Adapters start from the seed alone, whatever was drawn before.
+        transformers.set_seed(seed)
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=adapter.r,
+            lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=adapter.dropout,
+            target_modules=adapter.targets,
+        )
+        try:
+            loaded = peft.get_peft_model(loaded, settings)
+        except ValueError as error:
+            raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
+        if masters == "bf16":
+            for parameter in loaded.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+    loss.install(loaded)
+    if model.gradient_checkpointing:
+        # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    return loaded
+
+
+def _nf4(compute: torch.dtype) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401  transformers' own error for this is a page long
+    except ImportError:
+        raise UserError("model.quantize: nf4 needs bitsandbytes: pip install bitsandbytes, or quantize: null") from None
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        # uint8, the default, is left out of FSDP's sharding without an error.
+        bnb_4bit_quant_storage=compute,
+    )
+
+
+def save(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, source: str, folder: Path) -> None:
+    """Write what `from_pretrained` loads: the whole model, or the adapter alone. `tensors` are whole, on the CPU.
+
+    All ranks of a sharded model must call this with their own iterator; only the rank that is given tensors writes.
+    Weights come in the dtype of the source. The folder appears at once, by a rename.
+    """
+    weights = dict(tensors)
+    if not weights:
+        return
+    aside = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    if hasattr(model, "peft_config"):
+        model.peft_config["default"].base_model_name_or_path = source
+        model.save_pretrained(aside, state_dict=weights)
+        (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+    else:
+        dtype = _stored_dtype(source)
+        model.config.use_cache = True
+        model.config.dtype = dtype
+        model.save_pretrained(aside, state_dict={name: tensor.to(dtype) for name, tensor in weights.items()})
+    tokenizer.save_pretrained(aside)
+    aside.rename(folder)
+
+
+def _stored_dtype(source: str) -> torch.dtype:
+    dtype = AutoConfig.from_pretrained(source).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def load_for_answers(folder: Path) -> tuple[Any, Any]:
+    """A saved model (an adapter with its base) and its tokenizer, on the CPU or the first GPU, as a user loads it."""
+    settings = folder / "adapter_config.json"
+    base = json.loads(settings.read_text())["base_model_name_or_path"] if settings.is_file() else str(folder)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    if settings.is_file():
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, str(folder))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), AutoTokenizer.from_pretrained(folder)

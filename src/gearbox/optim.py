@@ -1,0 +1,44 @@
+"""The optimizer and its learning rate, both by the recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gearbox.config import Optim, Schedule, UserError
+
+
+def make_optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
+    """AdamW over the trainable weights, biases and norms exempt from decay. Raises UserError where it cannot run."""
+    decayed, exempt = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (exempt if name.endswith("bias") or "norm" in name.lower() else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    numbers: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    groups = [group for group in groups if group["params"]]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, **numbers)
+    if not on_gpu:
+        raise UserError(f"optim.name: {optim.name} runs on a GPU only; on a CPU use optim.name=adamw")
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise UserError(f"optim.name: {optim.name} needs bitsandbytes: pip install bitsandbytes, or use adamw") from None
+    bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
+    return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
+
+
+def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:
+    """The rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
+    if step < schedule.warmup_steps:
+        return optim.lr * (step + 1) / schedule.warmup_steps
+    progress = (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[schedule.name]
+    return optim.lr * shape

@@ -1,0 +1,67 @@
+"""The data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
+
+`python src/gearbox/tasks.py` writes the tokenizer's files beside recipes/tiny/config.json; a test holds them equal.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+NUM_DOCUMENTS = 40_000
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TASKS = {
+    "first": lambda letters: letters[0],
+    "last": lambda letters: letters[-1],
+    "copy": lambda letters: letters,
+    "reverse": lambda letters: letters[::-1],
+    "sort": lambda letters: "".join(sorted(letters)),
+}
+SPECIAL_TOKENS = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict]:
+    """Chats such as `sort dbca` -> `abcd`, the same ones on every machine."""
+    draw = random.Random(0)
+    chats = []
+    for _ in range(num_documents):
+        task = draw.choice(list(TASKS))
+        letters = "".join(draw.sample(LETTERS, draw.randint(3, 5)))
+        chats.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"{task} {letters}"},
+                    {"role": "assistant", "content": TASKS[task](letters)},
+                ]
+            }
+        )
+    return chats
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: 256 bytes and four special tokens, so that it can read any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(SPECIAL_TOKENS + alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[-1],
+        additional_special_tokens=SPECIAL_TOKENS[1:3],
+        model_max_length=4096,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write_tokenizer(Path(__file__).resolve().parents[2] / "recipes" / "tiny")

@@ -1,0 +1,256 @@
+"""Train a language model: a recipe says what, the gear that Accelerate was launched with says how.
+
+    accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gearbox import command
+from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Recipe, UserError, load_recipe
+from gearbox.gear import Gear, check_against, find_gear
+
+
+def main(arguments: list[str], gear: Gear | None = None) -> None:
+    recipe_path, overrides = command.split_arguments(arguments)
+    recipe = load_recipe(recipe_path, overrides)
+    gear = gear or find_gear()
+    if recipe.run.rehearse:
+        recipe = rehearsed(recipe)
+
+    # torch is imported from here on; what the files alone could show has been said.
+    from gearbox import backend, data, evaluation, metrics, model, optim
+
+    accumulation, micro_rows = data.accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
+    check_against(gear, recipe, recipe_path, accumulation, micro_rows)
+    processes = backend.start_processes(gear)
+    screen = metrics.console(processes.is_main_process)
+    screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
+    if backend.is_rehearsal():
+        screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
+
+    tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
+    prepared = data.prepare(
+        recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples
+    )
+    rows = prepared.training
+    order = data.Order(len(rows), recipe.batch.rows, recipe.train.seed)
+    num_steps = recipe.train.steps or math.ceil(len(rows) * (recipe.train.epochs or 0) / recipe.batch.rows)
+
+    with run_folder(recipe, recipe_path, gear, processes) as folder:
+        source = weights_of(recipe, tokenizer, folder, processes)
+        accelerator = backend.start(gear, recipe, accumulation, micro_rows)
+        loaded = model.load(
+            source, recipe.model, recipe.adapter, recipe.train.seed,
+            backend.precision(gear), recipe.optim.master_weights, accelerator.device,
+        )  # fmt: skip
+        num_trainable = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
+        optimizer = optim.make_optimizer(loaded, recipe.optim, on_gpu=not backend.is_rehearsal())
+        wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
+        facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, accumulation)
+        print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
+
+        def look(step: int) -> evaluation.Evaluation | None:
+            if not len(prepared.held_out):
+                return None
+            result = evaluation.evaluate(accelerator, wrapped, prepared.held_out, recipe.batch.rows, micro_rows)
+            log.log(step, eval_loss=result.loss, eval_exact_match=result.exact_match)
+            screen.print(f"step {step}/{num_steps}  held-out loss {result.loss:.4f}  exact {result.exact_match:.1%}")
+            log.resume_clock()
+            return result
+
+        def samples() -> list[str]:
+            ask = (accelerator, wrapped, tokenizer)
+            return [evaluation.answer(*ask, chat, recipe.eval.sample_tokens) for chat in prepared.questions]
+
+        rows_hash = ""
+        with metrics.Metrics(folder, screen, num_steps) as log:
+            before = samples()
+            look(0)
+            for step in range(num_steps):
+                batch = data.make_step(
+                    rows, order.step(step), accelerator.process_index, accelerator.num_processes, micro_rows
+                )
+                rate = optim.learning_rate(step, num_steps, recipe.optim, recipe.schedule)
+                backend.set_learning_rate(optimizer, rate)
+                loss, grad_norm = train_step(accelerator, wrapped, optimizer, batch, recipe.optim.max_grad_norm)
+                rows_hash = data.chain_hash(rows_hash, batch.row_ids)
+                log.step(
+                    step + 1, loss=loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
+                    num_tokens=batch.num_tokens, num_targets=batch.num_targets,
+                )  # fmt: skip
+                if not math.isfinite(loss):
+                    raise UserError(f"step {step + 1}: the loss is {loss}; lower optim.lr, or look at the data")
+                if recipe.eval.every and (step + 1) % recipe.eval.every == 0 and step + 1 < num_steps:
+                    look(step + 1)
+            last = look(num_steps)
+            after = samples()
+
+        tensors = backend.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
+        model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, folder / "model")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            print_samples(screen, prepared.questions, before, after)
+            reply = ask_saved(folder / "model", prepared.questions)
+            screen.print(f"loaded back in a fresh process, it answers: {reply}")
+            screen.print(f"trainable parameters {num_trainable:,}  metrics {folder / 'metrics.jsonl'}")
+            exact = f"  exact answers {last.exact_match:.1%}" if last else ""
+            screen.print(f"[bold green]done[/]{exact}  the model lies in {folder / 'model'}")
+        accelerator.wait_for_everyone()
+    backend.leave()
+
+
+def train_step(
+    accelerator: Any, model: Any, optimizer: Any, batch: Any, max_grad_norm: float
+) -> tuple[float, float]:
+    """One optimizer step over this rank's micro batches; returns the loss and gradient norm of the whole step.
+
+    The loss is the sum over the target tokens of all ranks, divided by their count. Engines average over ranks and
+    divide by the micro batches, so both are multiplied back.
+    """
+    averaged_over = accelerator.num_processes * len(batch.micro_batches)
+    total = 0.0
+    grad_norm = 0.0
+    for micro in batch.micro_batches:
+        inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
+        with accelerator.accumulate(model):
+            share = model(**inputs).sum() / max(1, batch.num_targets)
+            accelerator.backward(share * averaged_over)
+            total += share.detach()
+            if accelerator.sync_gradients:
+                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.reduce(total, "sum").item(), grad_norm
+
+
+def rehearsed(recipe: Recipe) -> Recipe:
+    """The recipe with what a laptop lacks replaced: weights by random ones, data of the hub by the built-in tasks."""
+    changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
+    if recipe.data.path != BUILTIN_TASKS and not recipe.data.path.endswith(LOCAL_ENDINGS):
+        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto"})
+    return recipe.model_copy(update=changes)
+
+
+def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> str:
+    """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder."""
+    from gearbox import model
+
+    if recipe.model.init == "pretrained":
+        return recipe.model.name
+    base = folder / "base"
+    with processes.local_main_process_first():
+        if not base.exists():
+            config = model.load_config(recipe.model, recipe.run.rehearse)
+            if recipe.run.rehearse:
+                config = model.narrowed(config, len(tokenizer))
+            model.write_random(config, tokenizer, recipe.train.seed, base)
+    return str(base)
+
+
+@contextmanager
+def run_folder(recipe: Recipe, recipe_path: Path, gear: Gear, processes: Any) -> Iterator[Path]:
+    """A folder that no other run has, made by rank 0; taken away again if the run ends before its first step."""
+    from accelerate.utils import broadcast_object_list
+
+    name = recipe.run.name or f"{recipe_path.stem}-{gear.name}"
+    found = [None]
+    if processes.is_main_process:
+        found = [str(claim_folder(Path(recipe.run.dir), name))]
+    if processes.num_processes > 1:
+        found = broadcast_object_list(found)
+    folder = Path(str(found[0]))
+    try:
+        if processes.is_main_process:
+            resolved = recipe.model_dump(mode="json")
+            (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+        yield folder
+    except BaseException:
+        metrics_file = folder / "metrics.jsonl"
+        started = metrics_file.is_file() and '"rows_hash"' in metrics_file.read_text(encoding="utf-8")
+        if processes.is_main_process and not started:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def claim_folder(parent: Path, name: str) -> Path:
+    """The first of name, name-2, name-3, ... that is free, made now."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            folder = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise UserError(f"run.dir: {parent} cannot be written: {error.strerror}") from None
+
+
+def print_plan(
+    screen: Any, recipe: Recipe, facts: dict[str, str], prepared: Any, num_steps: int, micro_rows: int, folder: Path
+) -> None:
+    from rich.table import Table
+
+    batch, rows = recipe.batch, prepared.training
+    shown = {
+        "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
+        "data": f"{recipe.data.path}: {len(rows.documents):,} documents in {len(rows):,} rows of {batch.row_tokens} "
+        f"tokens, {rows.filled:.0%} filled; {len(prepared.held_out.documents):,} held out, {prepared.dropped:,} dropped",
+        "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows, "
+        "the last round filled up with empty rows",
+        "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
+        f"{recipe.schedule.name} over {num_steps:,} steps",
+    }
+    if recipe.run.rehearse:
+        shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, text in (shown | facts | {"run": str(folder)}).items():
+        table.add_row(f"[cyan]{name}[/]", text)
+    screen.print(table)
+
+
+def print_samples(screen: Any, questions: list[list[dict[str, str]]], before: list[str], after: list[str]) -> None:
+    for chat, first, second in zip(questions, before, after, strict=True):
+        asked = next(message["content"] for message in chat if message["role"] == "user")
+        right = next(message["content"] for message in chat if message["role"] == "assistant")
+        screen.print(f"[cyan]question[/] {_short(asked)}\n  [cyan]before[/] {_short(first)}\n   [cyan]after[/] "
+                     f"{_short(second)}\n   [cyan]right[/] {_short(right)}")  # fmt: skip
+
+
+def _short(text: str) -> str:
+    from rich.markup import escape
+
+    line = " ".join(text.split())
+    return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
+
+
+def ask_saved(folder: Path, questions: list[list[dict[str, str]]]) -> str:
+    """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
+    question = questions[0][0]["content"] if questions else "Hello"
+    inherited = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "ACCELERATE", "FSDP_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(inherited)}
+    ask = [sys.executable, str(Path(__file__).with_name("ask.py")), str(folder), question]
+    outcome = subprocess.run(
+        ask, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    if outcome.returncode != 0:
+        raise RuntimeError(f"{folder} was saved but cannot be loaded back:\n{outcome.stderr[-3000:]}")
+    return _short(outcome.stdout)
+
+
+if __name__ == "__main__":
+    command.run(main)
