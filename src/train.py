@@ -53,9 +53,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         accelerator = backend.start(gear, recipe, accumulation, micro_rows)
         loaded = model.load(
             source, recipe.model, recipe.adapter, recipe.train.seed,
-            backend.precision(gear), recipe.optim.master_weights, accelerator.device,
+            backend.precision(gear), recipe.optim.master_weights,
         )  # fmt: skip
-        num_trainable = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
         optimizer = optim.make_optimizer(loaded, recipe.optim, on_gpu=not backend.is_rehearsal())
         wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
         facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, accumulation)
@@ -104,7 +103,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             print_samples(screen, prepared.questions, before, after)
             reply = ask_saved(folder / "model", prepared.questions)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
-            screen.print(f"trainable parameters {num_trainable:,}  metrics {folder / 'metrics.jsonl'}")
+            screen.print(f"every step's numbers: {folder / 'metrics.jsonl'}")
             exact = f"  exact answers {last.exact_match:.1%}" if last else ""
             screen.print(f"[bold green]done[/]{exact}  the model lies in {folder / 'model'}")
         accelerator.wait_for_everyone()
@@ -125,7 +124,7 @@ def train_step(
     for micro in batch.micro_batches:
         inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
         with accelerator.accumulate(model):
-            share = model(**inputs).sum() / max(1, batch.num_targets)
+            share = model(**inputs) / max(1, batch.num_targets)
             accelerator.backward(share * averaged_over)
             total += share.detach()
             if accelerator.sync_gradients:
@@ -206,12 +205,13 @@ def print_plan(
     from rich.table import Table
 
     batch, rows = recipe.batch, prepared.training
+    num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
     shown = {
         "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
         "data": f"{recipe.data.path}: {len(rows.documents):,} documents in {len(rows):,} rows of {batch.row_tokens} "
         f"tokens, {rows.filled:.0%} filled; {len(prepared.held_out.documents):,} held out, {prepared.dropped:,} dropped",
-        "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows, "
-        "the last round filled up with empty rows",
+        "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows"
+        + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
         f"{recipe.schedule.name} over {num_steps:,} steps",
     }

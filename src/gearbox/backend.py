@@ -6,8 +6,10 @@ is what runs. On a machine without a GPU the same engine runs on gloo in fp32, w
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,15 @@ def is_rehearsal() -> bool:
     return not torch.cuda.is_available()
 
 
+def quiet_libraries() -> None:
+    """Silence what the libraries say on every rank and at every step, and nobody can act on."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
 def precision(gear: Gear) -> str:
     """no (fp32) or bf16. Most CPUs have no bf16 units, so a rehearsal is in fp32."""
     return "no" if is_rehearsal() else gear.precision
@@ -31,6 +42,7 @@ def precision(gear: Gear) -> str:
 
 def start_processes(gear: Gear) -> PartialState:
     """Join the process group. Raises UserError where the ranks are not those asked for."""
+    quiet_libraries()
     ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks != gear.num_processes:
         raise UserError(f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}")
@@ -44,6 +56,7 @@ def start_processes(gear: Gear) -> PartialState:
             )
         return PartialState()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
     if gear.engine == "zero":
         # Without its own start DeepSpeed would find one process where there are several.
         import deepspeed
@@ -158,10 +171,10 @@ def whole_parameters(accelerator: Accelerator, model: Any, only_trainable: bool)
             yield name, whole.detach().cpu().clone()
 
 
-def bytes_held(model: Any) -> tuple[int, int]:
-    """Bytes of parameters that this rank holds between steps, and of the whole model."""
+def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Bytes of the parameters that this rank holds between steps, and of all shards together."""
     held = whole = 0
-    for parameter in model.parameters():
+    for parameter in parameters:
         if isinstance(parameter, DTensor):
             local, numel = parameter.to_local().numel(), parameter.numel()
         elif hasattr(parameter, "ds_tensor"):
@@ -171,12 +184,6 @@ def bytes_held(model: Any) -> tuple[int, int]:
         held += local * parameter.element_size()
         whole += numel * parameter.element_size()
     return held, whole
-
-
-def optimizer_bytes_expected(num_trainable: int, gear: Gear) -> int:
-    """AdamW's two fp32 moments on one rank."""
-    shards = gear.num_processes if gear.engine in ("fsdp", "zero") else 1
-    return 8 * num_trainable // shards
 
 
 def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int) -> dict[str, str]:
@@ -198,7 +205,8 @@ def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, rec
     if recipe.optim.master_weights == "fp32":
         facts["masters in"] = ({torch.float32}, _master_dtypes(model, gear, optimizer))
     wrong = [f"{name}: asked for {asked}, running {found}" for name, (asked, found) in facts.items() if asked != found]
-    held, whole = bytes_held(model)
+    held, whole = bytes_held(model.parameters())
+    trained, _ = bytes_held(p for p in model.parameters() if p.requires_grad)
     if gear.engine == "fsdp" or gear.zero_stage == 3:
         share, ideal = held / whole, 1 / gear.num_processes
         # Shards are padded to whole rows, so small models are a little above 1/N; unsharded 4-bit weights are far above.
@@ -207,7 +215,8 @@ def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, rec
     if wrong:
         raise UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
     shown = {name: _name(found) for name, (_, found) in facts.items()}
-    return shown | {"parameters on this rank": f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB"}
+    parameters = f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
+    return shown | {"parameters on this rank": parameters}
 
 
 def _name(value: Any) -> str:

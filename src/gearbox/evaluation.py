@@ -32,12 +32,12 @@ def evaluate(accelerator: Any, model: torch.nn.Module, rows: Rows, rows_at_once:
             for micro in step.micro_batches:
                 batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
                 documents = batch.pop("document_ids")
-                losses, hits = model(**batch)
+                loss, hits = model(**batch)
                 target = batch["labels"] != IGNORED
                 num_documents = len(documents[documents >= 0].unique())
                 num_wrong = len(documents[target & ~hits].unique())
                 sums += torch.tensor(
-                    [losses.double().sum(), target.sum(), num_documents - num_wrong, num_documents], device=sums.device
+                    [loss, target.sum(), num_documents - num_wrong, num_documents], device=sums.device
                 )
     model.train()
     total_loss, targets, exact, documents = accelerator.reduce(sums, "sum").tolist()

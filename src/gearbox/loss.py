@@ -18,9 +18,9 @@ CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 ar
 
 
 def install(model: torch.nn.Module) -> None:
-    """Let `model(input_ids, position_ids, labels)` return the loss of each token, [B, T] fp32, 0 where IGNORED.
+    """Let `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
 
-    Without gradients it returns a pair: the losses, and whether the most likely token is the target, [B, T] bool.
+    Without gradients it returns a pair: that sum, and whether the most likely token is the target, [B, T] bool.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
@@ -37,7 +37,7 @@ def install(model: torch.nn.Module) -> None:
             input_ids, inputs["position_ids"] = input_ids.view(1, -1), inputs["position_ids"].view(1, -1)
         decoded = self.base_model(input_ids=input_ids, position_ids=inputs["position_ids"], use_cache=False)
         outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
-        return outcome.view(shape) if torch.is_grad_enabled() else tuple(part.view(shape) for part in outcome)
+        return outcome if torch.is_grad_enabled() else (outcome[0], outcome[1].view(shape))
 
     def head_forward(self: Any, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         if labels is None:
@@ -49,21 +49,21 @@ def install(model: torch.nn.Module) -> None:
             return cap * torch.tanh(logits / cap) if cap else logits
 
         def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(chunk_logits(hidden), labels, ignore_index=IGNORED, reduction="none")
+            return F.cross_entropy(chunk_logits(hidden), labels, ignore_index=IGNORED, reduction="sum")
 
         chunks = list(zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True))
         if torch.is_grad_enabled():
             losses = [checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
-            return torch.cat(losses)  # pyright: ignore[reportArgumentType]
-        pairs = [_loss_and_hit(chunk_logits(h), y) for h, y in chunks]
-        return torch.cat([loss for loss, _ in pairs]), torch.cat([hit for _, hit in pairs])
+            return torch.stack(losses).sum()  # pyright: ignore[reportArgumentType]
+        losses, hits = [], []
+        for h, y in chunks:
+            logits = chunk_logits(h)
+            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum"))
+            hits.append(logits.argmax(-1) == y)
+        return torch.stack(losses).sum(), torch.cat(hits)
 
     core.forward = types.MethodType(forward, core)
     head.forward = types.MethodType(head_forward, head)
-
-
-def _loss_and_hit(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none"), logits.argmax(-1) == labels
 
 
 def _logit_shape(config: Any) -> tuple[float, float | None]:

@@ -114,7 +114,7 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
 
 
 def load(
-    source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str, device: torch.device
+    source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str
 ) -> torch.nn.Module:
     """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16.
 
@@ -126,7 +126,7 @@ def load(
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if model.attention == "auto" else model.attention}
     if model.quantize:
-        options |= {"quantization_config": _nf4(compute), "device_map": {"": device}}
+        options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     try:
         loaded = AutoModelForCausalLM.from_pretrained(source, revision=model.revision, **options)
     except (OSError, ValueError, ImportError) as error:

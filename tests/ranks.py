@@ -1,0 +1,138 @@
+"""Forked ranks from a warm parent: each runs the real train.py under the environment that `accelerate launch` sets."""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelerate.commands.launch as launcher
+import bitsandbytes  # noqa: F401  warm
+import deepspeed  # noqa: F401  warm
+import peft  # noqa: F401  warm
+import torch
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from safetensors.torch import load_file
+
+import train as train_script
+from gearbox import backend, data, evaluation, metrics, model, optim  # noqa: F401  warm
+from gearbox.config import ROOT, UserError
+from gearbox.gear import load_gear
+
+torch.set_num_threads(1)  # after ops on two threads, forked children hang
+TIMEOUT = 300  # seconds until hanging ranks are killed; far above any run here
+
+
+@dataclass
+class Outcome:
+    codes: list[int]
+    output: str
+    folder: Path | None
+
+    def lines(self, key: str) -> list[dict]:
+        assert self.folder is not None, self.output
+        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if key in record]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines("loss")]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        assert self.folder is not None, self.output
+        (file,) = (self.folder / "model").glob("*.safetensors")
+        return load_file(file)
+
+
+def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str, str]:
+    """What accelerate's own launcher would put into the environment of each rank."""
+    arguments = ["--config_file", str(gear_path)]
+    if num_processes is not None:
+        arguments += ["--num_processes", str(num_processes)]
+    parsed = launcher.launch_command_parser().parse_args([*arguments, "src/train.py"])
+    parsed, defaults, _ = launcher._validate_launch_command(parsed)
+    if parsed.use_deepspeed:
+        parsed.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as launch_command does
+        return prepare_deepspeed_cmd_env(parsed)[1]
+    if parsed.use_fsdp or parsed.multi_gpu:
+        return prepare_multi_gpu_env(parsed)
+    return prepare_simple_launcher_cmd_env(parsed)[1]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[int], str]:
+    """Run work() in num_ranks forked children; returns exit codes and all that they printed."""
+    port = free_port()
+    log = tempfile.TemporaryFile("w+")
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                os.environ.update(environment)
+                if num_ranks > 1:
+                    os.environ.update(
+                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+                        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                    )  # fmt: skip
+                work()
+                code = 0
+            except UserError as error:
+                print(error)
+                code = 2
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = _wait(children)
+    log.seek(0)
+    return codes, log.read()
+
+
+def _wait(children: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + TIMEOUT
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+                    if codes[child]:  # the others would wait for it until the timeout
+                        deadline = min(deadline, time.monotonic() + 5)
+        if time.monotonic() > deadline:
+            for child in set(children) - set(codes):
+                os.kill(child, 9)
+        time.sleep(0.02)
+    return [codes[child] for child in children]
+
+
+def run_ranks(gear_name: str, arguments: list[str], runs: Path, num_processes: int | None = None) -> Outcome:
+    path = ROOT / "accelerate_configs" / f"{gear_name}.yaml" if "/" not in gear_name else Path(gear_name)
+    flags = {} if num_processes is None else {"num_processes": str(num_processes)}
+    gear = load_gear(path, flags)
+    environment = launcher_environment(path, num_processes)
+    before = set(runs.glob("*")) if runs.exists() else set()
+
+    def work() -> None:
+        train_script.main(arguments, gear)
+
+    codes, output = fork_ranks(gear.num_processes, environment, work)
+    made = (set(runs.glob("*")) if runs.exists() else set()) - before
+    return Outcome(codes, output, made.pop() if made else None)
