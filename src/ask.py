@@ -25,7 +25,9 @@ def main(arguments: list[str]) -> None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False).to(
+        model.device
+    )
     limit = int(limits[0]) if limits else 64
     tokens = model.generate(**inputs, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())

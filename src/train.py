@@ -1,6 +1,6 @@
 """Train a language model: a recipe says what, the gear that Accelerate was launched with says how.
 
-    accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
+accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from gearbox import command
-from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Recipe, UserError, load_recipe
+from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Recipe, UserError, accumulation, load_recipe
 from gearbox.gear import Gear, check_against, find_gear
 
 
@@ -29,11 +29,12 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     if recipe.run.rehearse:
         recipe = rehearsed(recipe)
 
-    # torch is imported from here on; what the files alone could show has been said.
+    rounds, micro_rows = accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
+    check_against(gear, recipe, recipe_path, rounds, micro_rows)
+
+    # torch is imported from here on; what the files alone can show has been said.
     from gearbox import backend, data, evaluation, metrics, model, optim
 
-    accumulation, micro_rows = data.accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
-    check_against(gear, recipe, recipe_path, accumulation, micro_rows)
     processes = backend.start_processes(gear)
     screen = metrics.console(processes.is_main_process)
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
@@ -41,23 +42,21 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
 
     tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
-    prepared = data.prepare(
-        recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples
-    )
+    prepared = data.prepare(recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples)
     rows = prepared.training
     order = data.Order(len(rows), recipe.batch.rows, recipe.train.seed)
     num_steps = recipe.train.steps or math.ceil(len(rows) * (recipe.train.epochs or 0) / recipe.batch.rows)
 
     with run_folder(recipe, recipe_path, gear, processes) as folder:
         source = weights_of(recipe, tokenizer, folder, processes)
-        accelerator = backend.start(gear, recipe, accumulation, micro_rows)
+        accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe.model, recipe.adapter, recipe.train.seed,
             backend.precision(gear), recipe.optim.master_weights,
         )  # fmt: skip
         optimizer = optim.make_optimizer(loaded, recipe.optim, on_gpu=not backend.is_rehearsal())
         wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
-        facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, accumulation)
+        facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
         print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
 
         def look(step: int) -> evaluation.Evaluation | None:
@@ -110,9 +109,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     backend.leave()
 
 
-def train_step(
-    accelerator: Any, model: Any, optimizer: Any, batch: Any, max_grad_norm: float
-) -> tuple[float, float]:
+def train_step(accelerator: Any, model: Any, optimizer: Any, batch: Any, max_grad_norm: float) -> tuple[float, float]:
     """One optimizer step over this rank's micro batches; returns the loss and gradient norm of the whole step.
 
     The loss is the sum over the target tokens of all ranks, divided by their count. Engines average over ranks and
@@ -164,12 +161,10 @@ def run_folder(recipe: Recipe, recipe_path: Path, gear: Gear, processes: Any) ->
     from accelerate.utils import broadcast_object_list
 
     name = recipe.run.name or f"{recipe_path.stem}-{gear.name}"
-    found = [None]
-    if processes.is_main_process:
-        found = [str(claim_folder(Path(recipe.run.dir), name))]
+    found = [str(claim_folder(Path(recipe.run.dir), name)) if processes.is_main_process else ""]
     if processes.num_processes > 1:
         found = broadcast_object_list(found)
-    folder = Path(str(found[0]))
+    folder = Path(found[0])
     try:
         if processes.is_main_process:
             resolved = recipe.model_dump(mode="json")
@@ -209,7 +204,8 @@ def print_plan(
     shown = {
         "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
         "data": f"{recipe.data.path}: {len(rows.documents):,} documents in {len(rows):,} rows of {batch.row_tokens} "
-        f"tokens, {rows.filled:.0%} filled; {len(prepared.held_out.documents):,} held out, {prepared.dropped:,} dropped",
+        f"tokens, {rows.filled:.0%} filled; {len(prepared.held_out.documents):,} held out, "
+        f"{prepared.dropped:,} without a target",
         "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows"
         + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "

@@ -5,16 +5,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 os.environ.update(
-    OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+    OMP_NUM_THREADS="1",
+    DS_ACCELERATOR="cpu",
+    CUDA_VISIBLE_DEVICES="",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
 )
 os.chdir(ROOT)
 
 import json  # noqa: E402
 
 import pytest  # noqa: E402
-from ranks import Outcome, run_ranks  # noqa: E402
 
 from gearbox import tasks  # noqa: E402
+from ranks import Outcome, run_ranks  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ def free_port() -> int:
 def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[int], str]:
     """Run work() in num_ranks forked children; returns exit codes and all that they printed."""
     port = free_port()
-    log = tempfile.TemporaryFile("w+")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
     children = []
     for rank in range(num_ranks):
         child = os.fork()

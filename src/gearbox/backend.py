@@ -28,9 +28,6 @@ def is_rehearsal() -> bool:
 
 def quiet_libraries() -> None:
     """Silence what the libraries say on every rank and at every step, and nobody can act on."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
@@ -45,14 +42,16 @@ def start_processes(gear: Gear) -> PartialState:
     quiet_libraries()
     ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks != gear.num_processes:
-        raise UserError(f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}")
+        raise UserError(
+            f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}"
+        )
     if gear.engine == "single" and ranks > 1:
         raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
     if not is_rehearsal():
         num_gpus = torch.cuda.device_count()
         if local_ranks > num_gpus:
             raise UserError(
-                f"{gear.path}: {local_ranks} ranks on this machine, but {num_gpus} GPUs; give --num_processes {num_gpus}"
+                f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; give --num_processes {num_gpus}"
             )
         return PartialState()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -75,8 +74,12 @@ def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Acc
     """The Accelerator of this gear, after start_processes."""
     options: dict[str, Any] = {"mixed_precision": precision(gear)}
     # Lists of micro batches, not a data loader: the count alone decides when gradients are reduced.
-    options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
-    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)  # checked by gear.check_against; it would beat the plugin
+    options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
+        num_steps=accumulation, sync_with_dataloader=False
+    )
+    os.environ.pop(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None
+    )  # checked by gear.check_against; it would beat the plugin
     if gear.engine == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -154,7 +157,7 @@ def whole_parameters(accelerator: Accelerator, model: Any, only_trainable: bool)
     Persistent buffers come along. Every rank must run it to its end.
     """
     bare = accelerator.unwrap_model(model)
-    buffers = {name for name in bare.state_dict(keep_vars=True)} - {name for name, _ in bare.named_parameters()}
+    buffers = set(bare.state_dict(keep_vars=True)) - {name for name, _ in bare.named_parameters()}
     for name, parameter in [*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in buffers)]:
         if only_trainable and not parameter.requires_grad:
             continue
@@ -186,7 +189,9 @@ def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     return held, whole
 
 
-def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int) -> dict[str, str]:
+def verify(
+    accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int
+) -> dict[str, str]:
     """Hold what runs against what was asked. Returns the facts for the log; raises UserError at any difference."""
     facts: dict[str, tuple[Any, Any]] = {
         "ranks": (gear.num_processes, accelerator.num_processes),
@@ -209,7 +214,7 @@ def verify(accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, rec
     trained, _ = bytes_held(p for p in model.parameters() if p.requires_grad)
     if gear.engine == "fsdp" or gear.zero_stage == 3:
         share, ideal = held / whole, 1 / gear.num_processes
-        # Shards are padded to whole rows, so small models are a little above 1/N; unsharded 4-bit weights are far above.
+        # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
         if share > ideal * 1.1 + 0.02:
             wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
     if wrong:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,14 +15,16 @@ from gearbox.config import DEFAULT_RECIPE, ROOT, UserError
 from gearbox.gear import launcher_process
 
 EXIT_USER_ERROR = 2
+REFUSAL_FILE = "GEARBOX_REFUSAL_FILE"  # set by src/launch.py: where rank 0 leaves the line instead of printing it
+RANK_0_SPEAKS_SECONDS = 20
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
     """[RECIPE] [key.sub=value ...] to the recipe's path and the overrides."""
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
-    if len(paths) > 1 or any(path.startswith("-") for path in paths):
-        raise UserError(f"{' '.join(paths)}: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
+    if len(paths) > 1 or any(argument.startswith("-") for argument in arguments):
+        raise UserError(f"{' '.join(arguments)}: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
     default = DEFAULT_RECIPE if DEFAULT_RECIPE.exists() else ROOT / DEFAULT_RECIPE
     return Path(paths[0]) if paths else default, overrides
 
@@ -33,37 +34,33 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        _refuse(str(error))
+        _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception:
-        rank = os.environ.get("RANK")
-        if rank is not None:
-            print(f"gearbox: rank {rank} failed:", file=sys.stderr, flush=True)
+        if "RANK" in os.environ:
+            print(f"gearbox: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
         raise
 
 
 def _refuse(text: str) -> NoReturn:
     if int(os.environ.get("RANK", "0")) > 0:
-        # Rank 0 says it. Waiting for the launcher's signal keeps this rank out of torchrun's summary.
-        time.sleep(20)
-        os._exit(EXIT_USER_ERROR)
-    text = "\n".join(f"gearbox: {line}" for line in text.splitlines())
+        # Rank 0 has the same to say, and then the launcher ends this rank. If it does not, the mistake is ours alone.
+        time.sleep(RANK_0_SPEAKS_SECONDS)
     launcher = launcher_process()
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        message = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
-        Path(error_file).write_text(json.dumps({"message": message}), encoding="utf-8")
-    if launcher is None:
-        print(text, file=sys.stderr, flush=True)
-    else:
+    if REFUSAL_FILE in os.environ:
+        Path(os.environ[REFUSAL_FILE]).write_text(text, encoding="utf-8")
+    elif launcher is not None:
         _print_after(launcher, text)
+    else:
+        print(text, file=sys.stderr)
     sys.stdout.flush()
-    os._exit(EXIT_USER_ERROR)
+    sys.stderr.flush()
+    os._exit(EXIT_USER_ERROR)  # without teardown: the other ranks may be waiting inside a collective
 
 
 def _print_after(launcher: psutil.Process, text: str) -> None:
-    """`accelerate launch` prints a traceback of its own after a rank has failed; say ours once that has ended."""
+    """`accelerate launch` ends with a traceback of its own when a rank fails; say ours after it."""
     if os.fork() == 0:
         os.setsid()
         psutil.wait_procs([launcher], timeout=60)

@@ -156,8 +156,8 @@ class Recipe(Group):
     optim: Optim
     schedule: Schedule = Schedule()
     train: Train
-    eval: Eval = Eval()  # pyright: ignore[reportCallIssue]
-    run: Run = Run()  # pyright: ignore[reportCallIssue]
+    eval: Eval = Eval()
+    run: Run = Run()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -172,6 +172,12 @@ class Recipe(Group):
     @property
     def method(self) -> str:
         return "full" if self.adapter.method == "none" else "qlora" if self.model.quantize else self.adapter.method
+
+
+def accumulation(rows: int, data_parallel: int, micro_rows: int) -> tuple[int, int]:
+    """(micro batches a rank runs in a step, rows in each); the last round may be filled with empty rows."""
+    micro_rows = min(micro_rows, -(-rows // data_parallel))
+    return -(-rows // (data_parallel * micro_rows)), micro_rows
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -242,7 +248,9 @@ def _missing_files(recipe: Recipe) -> list[str]:
             problems.append(f"model.name: the folder {name!r} holds no config.json")
     elif looks_local or name.count("/") > 1:
         hint = "; `make smollm2` makes it" if name == "models/smollm2-135m" else ""
-        problems.append(f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}")
+        problems.append(
+            f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}"
+        )
     if path != BUILTIN_TASKS and not Path(path).is_file():
         if path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")):
             problems.append(f"data.path: there is no file {path!r}")

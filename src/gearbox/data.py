@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gearbox.config import BUILTIN_TASKS, Data, UserError
+from gearbox.config import BUILTIN_TASKS, Data, UserError, accumulation
 
 IGNORED = -100  # a target that is not trained; the value torch's cross entropy skips
 
@@ -97,8 +97,8 @@ def tokenize(record: dict[str, Any], tokenizer: Any, data: Data, row_tokens: int
     """Tokens of one record and which of them are trained, cut to row_tokens."""
     chat = to_messages(record, data.form, where)
     if isinstance(chat, str):
-        tokens = [*tokenizer(chat, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return Document(np.array(tokens[:row_tokens]), np.ones(len(tokens[:row_tokens]), bool))
+        text_tokens = [*tokenizer(chat, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id][:row_tokens]
+        return Document(np.array(text_tokens), np.ones(len(text_tokens), bool))
     if tokenizer.chat_template is None:
         raise UserError(f"{where}: is a chat, but the tokenizer has no chat template; name an instruction-tuned model")
     try:
@@ -128,7 +128,9 @@ def _assistant_span(chat: list, turn: int, text: str, tokenizer: Any, where: str
     before = tokenizer.apply_chat_template(chat[:turn], tokenize=False, add_generation_prompt=True)
     after = tokenizer.apply_chat_template(chat[: turn + 1], tokenize=False)
     if not (text.startswith(after) and after.startswith(before)):
-        raise UserError(f"{where}: the chat template changes earlier turns when a later one follows; its mask is unsafe")
+        raise UserError(
+            f"{where}: the chat template changes earlier turns when a later one follows; its mask is unsafe"
+        )
     return len(before), len(after.rstrip())
 
 
@@ -223,12 +225,6 @@ class Order:
     def step(self, step: int) -> list[int]:
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
-
-
-def accumulation(rows: int, data_parallel: int, micro_rows: int) -> tuple[int, int]:
-    """(micro batches a rank runs in a step, rows in each); the last round may be filled with empty rows."""
-    micro_rows = min(micro_rows, -(-rows // data_parallel))
-    return -(-rows // (data_parallel * micro_rows)), micro_rows
 
 
 def deal(row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> list[list[int | None]]:

@@ -36,15 +36,15 @@ def evaluate(accelerator: Any, model: torch.nn.Module, rows: Rows, rows_at_once:
                 target = batch["labels"] != IGNORED
                 num_documents = len(documents[documents >= 0].unique())
                 num_wrong = len(documents[target & ~hits].unique())
-                sums += torch.tensor(
-                    [loss, target.sum(), num_documents - num_wrong, num_documents], device=sums.device
-                )
+                sums += torch.tensor([loss, target.sum(), num_documents - num_wrong, num_documents], device=sums.device)
     model.train()
     total_loss, targets, exact, documents = accelerator.reduce(sums, "sum").tolist()
     return Evaluation(total_loss / max(1, targets), exact / max(1, documents))
 
 
-def answer(accelerator: Any, model: torch.nn.Module, tokenizer: Any, chat: list[dict[str, str]], num_tokens: int) -> str:
+def answer(
+    accelerator: Any, model: torch.nn.Module, tokenizer: Any, chat: list[dict[str, str]], num_tokens: int
+) -> str:
     """The greedy answer to a chat's first question, by all ranks in step, so that sharded models can give it."""
     from accelerate.utils import broadcast
 
@@ -59,7 +59,7 @@ def answer(accelerator: Any, model: torch.nn.Module, tokenizer: Any, chat: list[
             logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
             # Every rank takes rank 0's token: a tie broken differently on one of them would end in a hang.
             chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
-            tokens = torch.cat([tokens, chosen], 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            tokens = torch.cat([tokens, chosen], 1)
             if tokens[0, -1].item() == tokenizer.eos_token_id:
                 break
     model.train()

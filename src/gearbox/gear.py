@@ -17,6 +17,7 @@ import psutil
 from gearbox.config import ROOT, Recipe, UserError, nearest, read_yaml
 
 Engine = Literal["single", "ddp", "fsdp", "zero"]
+ENGINES: dict[str, Engine] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}
 
 # Names that accelerate 1.15 reads; tests/test_gear.py compares them with its launcher's parser.
 TOP_KEYS = """
@@ -61,8 +62,7 @@ class Gear:
 
     @property
     def engine(self) -> Engine:
-        kind = self.settings.get("distributed_type", "NO")
-        return {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}[kind]  # pyright: ignore[reportReturnType]
+        return ENGINES[self.settings.get("distributed_type", "NO")]
 
     @property
     def zero_stage(self) -> int:
@@ -108,18 +108,22 @@ def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     check(settings.get("deepspeed_config", {}), DEEPSPEED_KEYS, "deepspeed_config.")
     check(settings.get("parallelism_config", {}), PARALLELISM_KEYS, "parallelism_config.")
     kind = settings.get("distributed_type", "NO")
-    if kind not in ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED"):
+    if kind not in ENGINES:
         problems.append(f"distributed_type: {kind!r} is no engine here; use NO, MULTI_GPU, FSDP or DEEPSPEED")
     if kind == "FSDP" and (settings.get("fsdp_config") or {}).get("fsdp_version") != 2:
         problems.append("fsdp_config.fsdp_version: must be 2; version 1 is not supported")
     if settings.get("use_cpu") is True and kind != "NO":
-        problems.append(f"use_cpu: true silently turns {kind} into plain data parallelism; remove it, a rehearsal needs none")
+        problems.append(
+            f"use_cpu: true silently turns {kind} into plain data parallelism; remove it, a rehearsal needs none"
+        )
     if settings.get("mixed_precision", "no") not in ("no", "bf16"):
         problems.append(f"mixed_precision: {settings['mixed_precision']!r} is not supported; use bf16, or no for fp32")
     zero_json, zero_path = None, None
     if kind == "DEEPSPEED":
         if "mixed_precision" in settings:
-            problems.append("mixed_precision: belongs into the ZeRO JSON (bf16.enabled); accelerate allows one of the two")
+            problems.append(
+                "mixed_precision: belongs into the ZeRO JSON (bf16.enabled); accelerate allows one of the two"
+            )
         zero_path = _resolve((settings.get("deepspeed_config") or {}).get("deepspeed_config_file"), path)
         if zero_path is None:
             problems.append("deepspeed_config.deepspeed_config_file: must name a JSON such as ds_configs/zero3.json")
@@ -163,14 +167,16 @@ def _read_json(path: Path) -> dict[str, Any]:
         if content.get("communication_data_type") != "fp32":
             problems.append("communication_data_type: must be fp32, else DeepSpeed reduces the gradients in bf16")
         if content.get("data_types", {}).get("grad_accum_dtype") != "fp32":
-            problems.append("data_types.grad_accum_dtype: must be fp32, else DeepSpeed accumulates the gradients in bf16")
+            problems.append(
+                "data_types.grad_accum_dtype: must be fp32, else DeepSpeed accumulates the gradients in bf16"
+            )
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return content
 
 
 def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: int, micro_rows: int) -> None:
-    """Raise UserError where the JSON or the environment names another number than the recipe, or what cannot be joined."""
+    """Raise UserError where the JSON or the environment contradicts the recipe, or both cannot be joined."""
     problems = []
     if gear.zero_json is not None:
         owned = gear.filled_json(recipe, accumulation, micro_rows, gear.precision)
@@ -185,7 +191,9 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             if found != "auto" and found != owned[key]:
                 problems.append(f'{gear.zero_path}: {key}: is {found}, but {owner} says {owned[key]}; write "auto"')
         if recipe.optim.master_weights == "bf16":
-            problems.append(f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear")
+            problems.append(
+                f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
+            )
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     found = os.environ.get(variable, "auto")
     # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.
@@ -226,8 +234,10 @@ def launcher_process() -> psutil.Process | None:
         except psutil.Error:
             continue
         names = [Path(part).name for part in command[:4]]
-        if ("accelerate" in names and "launch" in command) or "accelerate-launch" in names or (
-            "accelerate.commands.launch" in command
+        if (
+            ("accelerate" in names and "launch" in command)
+            or "accelerate-launch" in names
+            or ("accelerate.commands.launch" in command)
         ):
             return process
     return None

@@ -23,7 +23,7 @@ def install(model: torch.nn.Module) -> None:
     Without gradients it returns a pair: that sum, and whether the most likely token is the target, [B, T] bool.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
     """
-    core: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
+    core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     head = core.get_output_embeddings()
     usual_forward, usual_head = core.forward, head.forward
     scale, cap = _logit_shape(core.config)
@@ -54,7 +54,7 @@ def install(model: torch.nn.Module) -> None:
         chunks = list(zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True))
         if torch.is_grad_enabled():
             losses = [checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
-            return torch.stack(losses).sum()  # pyright: ignore[reportArgumentType]
+            return torch.stack(losses).sum()
         losses, hits = [], []
         for h, y in chunks:
             logits = chunk_logits(h)

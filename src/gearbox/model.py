@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gearbox import loss
 from gearbox.config import ROOT, Adapter, Model, UserError
 
+transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
+
 TINY = ROOT / "recipes" / "tiny"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
 def load_tokenizer(model: Model, rehearse: bool) -> Any:
-    """The model's tokenizer; a rehearsal of a model that is not on this machine takes the byte tokenizer of recipes/tiny."""
+    """The model's tokenizer; a rehearsal of a model that is not on this machine takes the one of recipes/tiny."""
     try:
         return AutoTokenizer.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
     except Exception as error:
@@ -63,7 +65,9 @@ def unreachable(name: str, error: Exception) -> UserError:
             f"model.name: {name!r} is gated: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
         )
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return UserError(f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private")
+        return UserError(
+            f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private"
+        )
     offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
     if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
         return UserError(
@@ -113,9 +117,7 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def load(
-    source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str
-) -> torch.nn.Module:
+def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str) -> torch.nn.Module:
     """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16.
 
     Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
@@ -124,7 +126,10 @@ def load(
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa" if model.attention == "auto" else model.attention}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "sdpa" if model.attention == "auto" else model.attention,
+    }
     if model.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     try:
@@ -140,7 +145,7 @@ def load(
         settings = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=adapter.r,
-            lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType]
+            lora_alpha=adapter.alpha,
             lora_dropout=adapter.dropout,
             target_modules=adapter.targets,
         )
@@ -155,7 +160,7 @@ def load(
     loss.install(loaded)
     if model.gradient_checkpointing:
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
 
 

@@ -12,7 +12,8 @@ from gearbox.config import Optim, Schedule, UserError
 
 def make_optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
     """AdamW over the trainable weights, biases and norms exempt from decay. Raises UserError where it cannot run."""
-    decayed, exempt = [], []
+    decayed: list[torch.nn.Parameter] = []
+    exempt: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (exempt if name.endswith("bias") or "norm" in name.lower() else decayed).append(parameter)
@@ -26,7 +27,9 @@ def make_optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.
     try:
         import bitsandbytes
     except ImportError:
-        raise UserError(f"optim.name: {optim.name} needs bitsandbytes: pip install bitsandbytes, or use adamw") from None
+        raise UserError(
+            f"optim.name: {optim.name} needs bitsandbytes: pip install bitsandbytes, or use adamw"
+        ) from None
     bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
     return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
 

@@ -1,0 +1,49 @@
+# Everything runs in .venv, which `make setup` builds; each target builds it if need be.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+GEAR ?= fsdp
+
+.PHONY: help setup train test lint format schema smollm2 image clean
+
+help:  ## this list
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## .venv with the pinned versions of constraints.txt
+
+# torch first and by its exact version, so that no other package asks for another build of it
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Gearbox needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: $(STAMP)  ## the default recipe under GEAR=fsdp
+	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
+
+test: $(STAMP)  ## all tests, about 15 minutes on 2 cores
+	$(BIN)/pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(STAMP)  ## recipes/schema.json, by which editors complete and underline
+	$(BIN)/python src/schema.py
+
+smollm2: $(STAMP)  ## models/smollm2-135m, a real model of 135M weights
+	$(BIN)/python src/fetch_smollm2.py
+
+image:  ## the Docker image
+	docker build -t gearbox .
+
+clean:  ## remove .venv and caches; runs/ and models/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

