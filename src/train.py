@@ -197,8 +197,6 @@ def claim_folder(parent: Path, name: str) -> Path:
 def print_plan(
     screen: Any, recipe: Recipe, facts: dict[str, str], prepared: Any, num_steps: int, micro_rows: int, folder: Path
 ) -> None:
-    from rich.table import Table
-
     batch, rows = recipe.batch, prepared.training
     num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
     shown = {
@@ -213,10 +211,8 @@ def print_plan(
     }
     if recipe.run.rehearse:
         shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
-    table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in (shown | facts | {"run": str(folder)}).items():
-        table.add_row(f"[cyan]{name}[/]", text)
-    screen.print(table)
+        screen.print(f"[cyan]{name:<24}[/]{text}")
 
 
 def print_samples(screen: Any, questions: list[list[dict[str, str]]], before: list[str], after: list[str]) -> None:

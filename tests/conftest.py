@@ -17,6 +17,7 @@ import json  # noqa: E402
 
 import pytest  # noqa: E402
 
+import train as train_script  # noqa: E402
 from gearbox import tasks  # noqa: E402
 from ranks import Outcome, run_ranks  # noqa: E402
 
@@ -32,10 +33,17 @@ def chats(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def train(tmp_path, chats):
-    """Run train.py under a gear on warm forked ranks: train("fsdp", "optim.lr=1e-3", ranks=2) -> Outcome."""
+def train(tmp_path, chats, monkeypatch):
+    """Run train.py under a gear on warm forked ranks: train("fsdp", "optim.lr=1e-3", ranks=2) -> Outcome.
 
-    def call(gear: str, *overrides: str, recipe: str = "recipes/tiny.yaml", ranks: int | None = None) -> Outcome:
+    The fresh process that loads the model back costs 5 s; it is left to the runs that ask for it with load_back.
+    """
+
+    def call(
+        gear: str, *overrides: str, recipe: str = "recipes/tiny.yaml", ranks: int | None = None, load_back: bool = False
+    ) -> Outcome:
+        if not load_back:
+            monkeypatch.setattr(train_script, "ask_saved", lambda *_: "(not asked)")
         small = {
             "run.rehearse": "true", "run.dir": str(tmp_path / "runs"), "data.path": str(chats),
             "batch.rows": "6", "batch.row_tokens": "128", "batch.micro_rows": "1", "train.steps": "3",

@@ -82,6 +82,7 @@ def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[
             try:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
                 os.environ.update(environment)
                 if num_ranks > 1:
                     os.environ.update(

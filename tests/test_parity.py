@@ -1,10 +1,23 @@
 """Every gear trains the same model: same rows, same loss at every step, same weights at the end."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from gearbox import backend, data, optim
+from gearbox.gear import Gear
+
 STEPS = 20
-FULL = ("optim.lr=2e-3", f"train.steps={STEPS}", "schedule.warmup_steps=3", "optim.max_grad_norm=0.5")
+# With its usual eps AdamW does not see a constant factor in the gradients, such as another clip or a mean over the ranks
+# that should be a sum. With eps near the gradients' own size (0.5 / sqrt(120,000 weights) = 1.4e-3) it does.
+FULL = (
+    "optim.lr=5e-3",
+    "optim.eps=1e-3",
+    "optim.max_grad_norm=0.5",
+    f"train.steps={STEPS}",
+    "schedule.warmup_steps=3",
+)
 METHODS = {
     "full": (),
     "lora": ("adapter.method=lora", "optim.lr=1e-2"),
@@ -65,3 +78,48 @@ def test_adapters(train, single, gear, method):
     assert_same(outcome, single(method, train), 1e-4, 1e-4)
     moved = [name for name, tensor in outcome.kept_weights.items() if "lora_B" in name and tensor.abs().max() > 0]
     assert len(moved) == 14, "7 linear layers in each of 2 layers have an adapter that was trained and saved"
+
+
+def test_64_rows_on_3_ranks(train):
+    """64 = 21 x 3 + 1: the last round is filled with empty rows, which count nothing."""
+    changes = ("batch.rows=64", "batch.micro_rows=5")
+    alone, three = train("single", *changes), train("ddp", *changes, ranks=3)
+    assert set(alone.codes + three.codes) == {0}, alone.output + three.output
+    assert three.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+# What other templates get wrong. Each must be far outside the tolerance, or the tests above would not notice it.
+
+
+def averaged_per_micro_batch(monkeypatch):
+    """The usual loop: each micro batch is divided by its own count of targets."""
+    usual = data.make_step
+
+    def by_micro_batch(*arguments):
+        step = usual(*arguments)
+        counts = [int((micro["labels"] != data.IGNORED).sum()) for micro in step.micro_batches]
+        whole = len(counts) * 2  # micro batches of both ranks
+        return dataclasses.replace(step, num_targets=whole * sum(counts) / len(counts))
+
+    monkeypatch.setattr(data, "make_step", by_micro_batch)
+
+
+def scheduled_by_rank(monkeypatch):
+    """A prepared scheduler steps once a rank."""
+    usual = optim.learning_rate
+    monkeypatch.setattr(optim, "learning_rate", lambda step, *rest: usual(min(2 * step, STEPS), *rest))
+
+
+def clipped_at_auto(monkeypatch):
+    """DeepSpeed's "auto" is 1.0, whatever the recipe says; the check that refuses it is switched off too."""
+    usual = Gear.filled_json
+    monkeypatch.setattr(Gear, "filled_json", lambda *a: usual(*a) | {"gradient_clipping": 1.0})
+    monkeypatch.setattr(backend, "verify", lambda *_: {"ranks": "2", "accumulation": "3"})
+
+
+@pytest.mark.parametrize("breakage", [averaged_per_micro_batch, scheduled_by_rank, clipped_at_auto])
+def test_breakage_is_noticed(train, single, monkeypatch, breakage):
+    reference = single("full", train)
+    breakage(monkeypatch)
+    broken = checked(train("zero2", *FULL, ranks=2))
+    assert worst(broken.kept_losses, reference.kept_losses) > 1e-3

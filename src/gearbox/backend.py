@@ -193,9 +193,12 @@ def verify(
     accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int
 ) -> dict[str, str]:
     """Hold what runs against what was asked. Returns the facts for the log; raises UserError at any difference."""
+    engine = _engine_running(model)
+    if engine != _engine_asked(gear):  # the other facts are read off the engine
+        raise _not_what_was_asked(gear, [f"engine: asked for {_engine_asked(gear)}, running {engine}"])
     facts: dict[str, tuple[Any, Any]] = {
         "ranks": (gear.num_processes, accelerator.num_processes),
-        "engine": (_engine_asked(gear), _engine_running(model)),
+        "engine": (engine, engine),
         "precision": (precision(gear), _precision_running(accelerator, model, gear)),
         "accumulation": (accumulation, accelerator.gradient_accumulation_steps),
     }
@@ -218,10 +221,14 @@ def verify(
         if share > ideal * 1.1 + 0.02:
             wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
     if wrong:
-        raise UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
+        raise _not_what_was_asked(gear, wrong)
     shown = {name: _name(found) for name, (_, found) in facts.items()}
     parameters = f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
     return shown | {"parameters on this rank": parameters}
+
+
+def _not_what_was_asked(gear: Gear, wrong: list[str]) -> UserError:
+    return UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
 
 
 def _name(value: Any) -> str:
