@@ -35,6 +35,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     # torch is imported from here on; what the files alone can show has been said.
     from gearbox import backend, data, evaluation, metrics, model, optim
 
+    optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     processes = backend.start_processes(gear)
     screen = metrics.console(processes.is_main_process)
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
@@ -54,7 +55,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             source, recipe.model, recipe.adapter, recipe.train.seed,
             backend.precision(gear), recipe.optim.master_weights,
         )  # fmt: skip
-        optimizer = optim.make_optimizer(loaded, recipe.optim, on_gpu=not backend.is_rehearsal())
+        optimizer = optim.make_optimizer(loaded, recipe.optim)
         wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
         facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
         print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
@@ -226,7 +227,7 @@ def print_samples(screen: Any, questions: list[list[dict[str, str]]], before: li
 def _short(text: str) -> str:
     from rich.markup import escape
 
-    line = " ".join(text.split())
+    line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
     return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
 
 

@@ -6,6 +6,7 @@ Accelerate and DeepSpeed drop in silence, is reported in well under a second.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -194,6 +195,12 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             problems.append(
                 f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
             )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
+        if recipe.model.quantize:
+            problems.append(f"{recipe_path}: model.quantize: {recipe.model.quantize} {hint} null")
+        if recipe.optim.name != "adamw":
+            problems.append(f"{recipe_path}: optim.name: {recipe.optim.name} {hint} adamw")
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     found = os.environ.get(variable, "auto")
     # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gearbox import loss
 from gearbox.config import ROOT, Adapter, Model, UserError
 
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
 
 TINY = ROOT / "recipes" / "tiny"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
@@ -165,10 +167,6 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
 
 
 def _nf4(compute: torch.dtype) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401  transformers' own error for this is a page long
-    except ImportError:
-        raise UserError("model.quantize: nf4 needs bitsandbytes: pip install bitsandbytes, or quantize: null") from None
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -10,8 +10,14 @@ import torch
 from gearbox.config import Optim, Schedule, UserError
 
 
-def make_optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
-    """AdamW over the trainable weights, biases and norms exempt from decay. Raises UserError where it cannot run."""
+def check_device(optim: Optim, on_gpu: bool) -> None:
+    """Raise UserError for an optimizer that this machine cannot run, before anything is loaded."""
+    if optim.name != "adamw" and not on_gpu:
+        raise UserError(f"optim.name: {optim.name} runs on a GPU only; on a CPU use optim.name=adamw")
+
+
+def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW over the trainable weights, biases and norms exempt from decay."""
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -22,14 +28,8 @@ def make_optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.
     groups = [group for group in groups if group["params"]]
     if optim.name == "adamw":
         return torch.optim.AdamW(groups, **numbers)
-    if not on_gpu:
-        raise UserError(f"optim.name: {optim.name} runs on a GPU only; on a CPU use optim.name=adamw")
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise UserError(
-            f"optim.name: {optim.name} needs bitsandbytes: pip install bitsandbytes, or use adamw"
-        ) from None
+    import bitsandbytes
+
     bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
     return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
 

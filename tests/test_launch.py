@@ -1,0 +1,117 @@
+"""Cold starts, as the README writes them: each gear, plain python, torchrun, launch.py, and what mistakes bring."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from gearbox.config import ROOT
+
+GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+BIN = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a command line in the repository with this environment's programs first on the PATH."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "DS_", "CUDA_"))}
+
+    def run(line: str, **variables: str) -> subprocess.CompletedProcess:
+        variables["PATH"] = f"{BIN}:{os.environ['PATH']}"
+        return subprocess.run(
+            line, shell=True, cwd=ROOT, env=environment | variables, text=True, capture_output=True, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path, chats):
+    return (
+        f"run.dir={tmp_path}/runs data.path={chats} batch.rows=4 batch.row_tokens=128 train.steps=2 "
+        "schedule.warmup_steps=1 eval.every=0 eval.sample_tokens=4"
+    )
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("gear", GEARS)
+def test_every_gear(shell, small, tmp_path, gear):
+    outcome = shell(f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small}")
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    folder = tmp_path / "runs" / f"tiny-{gear}"
+    assert f"the model lies in {folder}/model" in last_line(outcome.stdout)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "base", "metrics.jsonl", "model", "resolved.yaml", "tensorboard"
+    ]  # fmt: skip
+    ranks = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
+    assert f"ranks{ranks:>20}" in outcome.stdout
+    for line in ("held-out loss", "before", "after", "loaded back in a fresh process", "no GPU: rehearsal"):
+        assert outcome.stdout.count(line) == (2 if line in ("before", "after", "held-out loss") else 1), line
+    assert "Warning" not in outcome.stderr, outcome.stderr
+
+
+def test_two_gears_train_twice_and_overwrite_nothing(shell, small, tmp_path):
+    for _ in range(2):
+        assert shell(f"python src/train.py {small}").returncode == 0
+    assert shell(f"torchrun --nproc_per_node 2 src/train.py {small}").returncode == 0
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert folders == ["tiny-ddp", "tiny-single", "tiny-single-2"]
+
+
+def test_a_saved_model_answers(shell, small, tmp_path):
+    assert shell(f"python src/launch.py fsdp {small} run.name=mine adapter.method=lora").returncode == 0
+    outcome = shell(f"python src/ask.py {tmp_path}/runs/mine/model 'sort dbca' max_new_tokens=3")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stderr == ""
+    assert len(outcome.stdout.strip()) <= 3 * 4, "three byte tokens, shown as at most three characters"
+
+
+@pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
+def test_a_mistake_is_the_last_line_on_the_screen_once(shell, tmp_path, gear):
+    line = (
+        f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py optim.lrr=1 run.dir={tmp_path}/r"
+    )
+    outcome = shell(line + " 2>&1")
+    assert outcome.returncode == 1
+    said = "gearbox: recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"
+    assert last_line(outcome.stdout) == said
+    assert outcome.stdout.count(said) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
+        ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
+        ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
+        ("train.py optim.name=adamw_8bit", "adamw_8bit runs on a GPU only; on a CPU use optim.name=adamw"),
+        ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),
+        ("launch.py", "usage: python src/launch.py GEAR [RECIPE]"),
+        ("launch.py ddp --num_processes 3", "write the launcher's flags as --num_processes=VALUE"),
+        ("launch.py zero2 optim.max_grad_norm=x", "optim.max_grad_norm: input should be a valid number"),
+        ("ask.py /nowhere hello", "/nowhere: holds no model"),
+    ],
+)
+def test_python_src_says_it_in_one_line_with_code_2(shell, tmp_path, line, said):
+    outcome = shell(f"python src/{line}" + ("" if "=" not in line else f" run.dir={tmp_path}/r"))
+    assert outcome.returncode == 2
+    assert len(outcome.stderr.strip().splitlines()) == 1, outcome.stderr
+    assert outcome.stderr.startswith("gearbox: ")
+    assert said in outcome.stderr
+    assert not list(tmp_path.glob("r/*"))
+
+
+def test_launch_says_what_only_the_ranks_can_know(shell, small, tmp_path):
+    """Found after the start of torch, by all ranks: still one line, still code 2."""
+    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small} optim.name=paged_adamw")
+    assert outcome.returncode == 2
+    assert last_line(outcome.stderr) == (
+        "gearbox: optim.name: paged_adamw runs on a GPU only; on a CPU use optim.name=adamw"
+    )
+    assert not list((tmp_path / "runs").iterdir()), "no half-written folder"
