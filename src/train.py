@@ -33,7 +33,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
-    from gearbox import backend, data, evaluation, metrics, model, optim
+    from gearbox import backend, data, evaluation, loss, metrics, model, optim
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     processes = backend.start_processes(gear)
@@ -41,6 +41,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
+    elif idle := backend.num_idle_gpus():
+        screen.print(f"hint: {idle} more GPUs of this machine are idle; --num_processes says how many to use")
 
     tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
     prepared = data.prepare(recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples)
@@ -58,6 +60,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         optimizer = optim.make_optimizer(loaded, recipe.optim)
         wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
         facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
+        tolerance = 1e-4 if backend.precision(gear) == "no" else 2e-2
+        loss.check(wrapped, len(tokenizer), accelerator.device, tolerance)
         print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
 
         def look(step: int) -> evaluation.Evaluation | None:
@@ -83,14 +87,14 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
                 )
                 rate = optim.learning_rate(step, num_steps, recipe.optim, recipe.schedule)
                 backend.set_learning_rate(optimizer, rate)
-                loss, grad_norm = train_step(accelerator, wrapped, optimizer, batch, recipe.optim.max_grad_norm)
+                step_loss, grad_norm = train_step(accelerator, wrapped, optimizer, batch, recipe.optim.max_grad_norm)
                 rows_hash = data.chain_hash(rows_hash, batch.row_ids)
                 log.step(
-                    step + 1, loss=loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
+                    step + 1, loss=step_loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
                     num_tokens=batch.num_tokens, num_targets=batch.num_targets,
                 )  # fmt: skip
-                if not math.isfinite(loss):
-                    raise UserError(f"step {step + 1}: the loss is {loss}; lower optim.lr, or look at the data")
+                if not math.isfinite(step_loss):
+                    raise UserError(f"step {step + 1}: the loss is {step_loss}; lower optim.lr, or look at the data")
                 if recipe.eval.every and (step + 1) % recipe.eval.every == 0 and step + 1 < num_steps:
                     look(step + 1)
             last = look(num_steps)
@@ -151,7 +155,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, len(tokenizer))
+                config = model.narrowed(config, tokenizer)
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 

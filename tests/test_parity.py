@@ -9,8 +9,8 @@ from gearbox import backend, data, optim
 from gearbox.gear import Gear
 
 STEPS = 20
-# With its usual eps AdamW does not see a constant factor in the gradients, such as another clip or a mean over the ranks
-# that should be a sum. With eps near the gradients' own size (0.5 / sqrt(120,000 weights) = 1.4e-3) it does.
+# With its usual eps AdamW does not see a constant factor in the gradients, such as another clip, or a mean over the
+# ranks that should be a sum. With eps near the gradients' own size (0.5 / sqrt(120,000 weights) = 1.4e-3) it does.
 FULL = (
     "optim.lr=5e-3",
     "optim.eps=1e-3",

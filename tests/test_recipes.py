@@ -3,9 +3,9 @@
 import re
 
 import pytest
-import schema
 import yaml
 
+import schema
 from gearbox.config import BUILTIN_TASKS, ROOT, Recipe, UserError, load_recipe
 from train import rehearsed
 

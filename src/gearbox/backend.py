@@ -26,6 +26,11 @@ def is_rehearsal() -> bool:
     return not torch.cuda.is_available()
 
 
+def num_idle_gpus() -> int:
+    """GPUs of this machine that no rank of this run uses."""
+    return torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def quiet_libraries() -> None:
     """Silence what the libraries say on every rank and at every step, and nobody can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -32,7 +32,15 @@ def _number(value: Any) -> Any:
     return value
 
 
-Float = Annotated[float, BeforeValidator(_number)]
+def _no_bool(value: Any) -> Any:
+    """YAML's true is Python's 1; as a count it is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Int = Annotated[int, BeforeValidator(_no_bool)]
 
 
 class Group(BaseModel):
@@ -57,7 +65,7 @@ class Model(Group):
 class Adapter(Group):
     method: Literal["none", "lora"] = "none"
     """none trains all weights; lora trains low-rank additions. QLoRA is lora with model.quantize."""
-    r: int = Field(16, ge=1)
+    r: Int = Field(16, ge=1)
     """Rank of each low-rank addition."""
     alpha: Float = Field(32.0, gt=0)
     """The addition is scaled by alpha / r."""
@@ -81,11 +89,11 @@ class Data(Group):
 
 
 class Batch(Group):
-    rows: int = Field(ge=1)
+    rows: Int = Field(ge=1)
     """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
-    row_tokens: int = Field(ge=8)
+    row_tokens: Int = Field(ge=8)
     """Tokens of a row; a longer document is cut."""
-    micro_rows: int = Field(1, ge=1)
+    micro_rows: Int = Field(1, ge=1)
     """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
 
 
@@ -94,7 +102,7 @@ class Optim(Group):
     """The 8bit and paged kinds are bitsandbytes' and need a GPU."""
     lr: Float = Field(gt=0)
     """Peak learning rate."""
-    betas: tuple[Float, Float] = (0.9, 0.95)
+    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     eps: Float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
@@ -109,16 +117,16 @@ class Optim(Group):
 class Schedule(Group):
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0 to its peak."""
 
 
 class Train(Group):
-    steps: int | None = Field(None, ge=1)
+    steps: Int | None = Field(None, ge=1)
     """Optimizer steps; give this or epochs."""
     epochs: Float | None = Field(None, gt=0)
     """Passes over the training rows; give this or steps."""
-    seed: int = Field(0, ge=0)
+    seed: Int = Field(0, ge=0)
     """Draws the data order, random weights and adapters."""
 
     @model_validator(mode="after")
@@ -129,13 +137,13 @@ class Train(Group):
 
 
 class Eval(Group):
-    every: int = Field(0, ge=0)
+    every: Int = Field(0, ge=0)
     """Steps between two evaluations; 0 evaluates only at the start and the end."""
     fraction: Float = Field(0.02, ge=0, lt=1)
     """Share of the documents held out, chosen by a hash of their content; 0 switches evaluation off."""
-    samples: int = Field(2, ge=0)
+    samples: Int = Field(2, ge=0)
     """Held-out questions that are answered before and after the training, to be read."""
-    sample_tokens: int = Field(48, ge=1)
+    sample_tokens: Int = Field(48, ge=1)
     """Longest sample answer, in tokens."""
 
 
@@ -187,10 +195,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         def construct_mapping(self, node, deep=False):
             seen = set()
             for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if key in seen:
-                    raise UserError(f"{path}:{key_node.start_mark.line + 1}: {key!r} is given twice; keep one")
-                seen.add(key)
+                if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                    line = key_node.start_mark.line + 1
+                    raise UserError(f"{path}:{line}: {key_node.value!r} is given twice; keep one")
+                seen.add(str(key_node.value))
             return super().construct_mapping(node, deep)
 
     try:
@@ -281,15 +289,12 @@ def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"] if isinstance(part, str | int)]
     key, found = ".".join(location), item["input"]
     if item["type"] == "extra_forbidden":
-        siblings = recipe_keys() if len(location) == 1 else _fields(Recipe.model_fields[location[0]].annotation)
-        if len(location) == 1:
-            groups = list(Recipe.model_fields)
-            hint = nearest(location[0], groups) or nearest(location[0], [k.split(".")[1] for k in siblings])
-        else:
-            hint = nearest(location[1], siblings)
-            elsewhere = [k for k in recipe_keys() if k.endswith("." + location[1])]
-            hint = hint or (f"; did you mean {elsewhere[0]!r}?" if elsewhere else "")
-        return f"{key}: there is no such key{hint}"
+        name = location[-1]
+        exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
+        siblings = (
+            list(Recipe.model_fields) if len(location) == 1 else _fields(Recipe.model_fields[location[0]].annotation)
+        )
+        return f"{key}: there is no such key{_did_you_mean(exact) or nearest(name, siblings)}"
     if item["type"] == "missing":
         return f"{key}: is required"
     message = item["msg"].removeprefix("Value error, ")

@@ -43,7 +43,7 @@ def read_documents(data: Data) -> list[dict[str, Any]]:
         if path.suffix == ".txt":
             return [{"text": text} for text in path.read_text(encoding="utf-8").split("\n\n") if text.strip()]
         if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")
             return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
         if path.suffix == ".json":
             records = _parse(path.read_text(encoding="utf-8"), str(path))
@@ -82,12 +82,24 @@ def to_messages(record: dict[str, Any], form: str, where: str) -> list[dict[str,
     for field in required:
         if not record.get(field):
             raise UserError(f"{where}: the field {field!r} is missing or empty; the fields are {sorted(record)}")
+    for field in [*required, *(["input"] if form == "instruction" and record.get("input") else [])]:
+        if form != "messages" and not isinstance(record[field], str):
+            raise UserError(f"{where}: the field {field!r} must be text, found {record[field]!r}")
     if form == "text":
         return record["text"]
     if form == "instruction":
         question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
         return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
-    return record["messages"]
+    chat = record["messages"]
+    turns_are_text = isinstance(chat, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in chat
+    )
+    if not turns_are_text:
+        raise UserError(f"{where}: the field 'messages' must be a list of turns with the texts 'role' and 'content'")
+    if chat[0]["role"] == "assistant":
+        raise UserError(f"{where}: the first turn is the assistant's; there is nothing that it answers")
+    return chat
 
 
 # --------------------------------------------------------------------------- tokens

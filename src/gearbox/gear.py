@@ -96,22 +96,26 @@ def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     settings = read_yaml(path) | {key: flags[key] for key in ("mixed_precision",) if key in flags}
     problems = []
 
-    def check(found: Any, known: list[str], where: str) -> None:
+    problems += [f"{key}: there is no such key{nearest(str(key), TOP_KEYS)}" for key in settings if key not in TOP_KEYS]
+    nested: dict[str, dict[str, Any]] = {}
+    for group, known in (
+        ("fsdp_config", FSDP_KEYS),
+        ("deepspeed_config", DEEPSPEED_KEYS),
+        ("parallelism_config", PARALLELISM_KEYS),
+    ):
+        found = settings.get(group) or {}
         if not isinstance(found, dict):
-            problems.append(f"{where}: must be a mapping, found {found!r}")
-            return
-        for key in found:
-            if key not in known:
-                problems.append(f"{where}{key}: there is no such key{nearest(str(key), known)}")
-
-    check(settings, TOP_KEYS, "")
-    check(settings.get("fsdp_config", {}), FSDP_KEYS, "fsdp_config.")
-    check(settings.get("deepspeed_config", {}), DEEPSPEED_KEYS, "deepspeed_config.")
-    check(settings.get("parallelism_config", {}), PARALLELISM_KEYS, "parallelism_config.")
+            problems.append(f"{group}: must be a mapping, found {found!r}")
+            found = {}
+        problems += [
+            f"{group}.{key}: there is no such key{nearest(str(key), known)}" for key in found if key not in known
+        ]
+        nested[group] = found
     kind = settings.get("distributed_type", "NO")
     if kind not in ENGINES:
-        problems.append(f"distributed_type: {kind!r} is no engine here; use NO, MULTI_GPU, FSDP or DEEPSPEED")
-    if kind == "FSDP" and (settings.get("fsdp_config") or {}).get("fsdp_version") != 2:
+        hint = " (in quotes: YAML reads NO as false)" if kind is False else ""
+        problems.append(f'distributed_type: {kind!r} is no engine here; use "NO"{hint}, MULTI_GPU, FSDP or DEEPSPEED')
+    if kind == "FSDP" and nested["fsdp_config"].get("fsdp_version") != 2:
         problems.append("fsdp_config.fsdp_version: must be 2; version 1 is not supported")
     if settings.get("use_cpu") is True and kind != "NO":
         problems.append(
@@ -125,19 +129,21 @@ def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
             problems.append(
                 "mixed_precision: belongs into the ZeRO JSON (bf16.enabled); accelerate allows one of the two"
             )
-        zero_path = _resolve((settings.get("deepspeed_config") or {}).get("deepspeed_config_file"), path)
+        zero_path = _resolve(nested["deepspeed_config"].get("deepspeed_config_file"), path)
         if zero_path is None:
             problems.append("deepspeed_config.deepspeed_config_file: must name a JSON such as ds_configs/zero3.json")
-        else:
-            zero_json = _read_json(zero_path)
-    try:
-        num_processes = int(flags.get("num_processes", settings.get("num_processes", 1)))
-    except (TypeError, ValueError):
-        num_processes = 0
+    asked = flags.get("num_processes", settings.get("num_processes", 1))
+    num_processes = int(asked) if str(asked).isdigit() else 0
     if num_processes < 1:
-        problems.append(f"num_processes: must be a whole number from 1, found {settings.get('num_processes')!r}")
-    if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+        problems.append(f"num_processes: must be a whole number from 1, found {asked!r}")
+    told = [f"{path}: {problem}" for problem in problems]
+    if zero_path is not None:
+        try:
+            zero_json = _read_json(zero_path)
+        except UserError as error:
+            told.append(str(error))
+    if told:
+        raise UserError("\n".join(told))
     return Gear(path, settings, zero_json, zero_path, num_processes)
 
 
@@ -154,20 +160,36 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also of what is not UTF-8
         raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a JSON object, found {type(content).__name__}")
     problems = []
+    groups: dict[str, dict[str, Any]] = {}
+    for key in ("bf16", "fp16", "data_types", "zero_optimization"):
+        groups[key] = content.get(key, {})
+        if not isinstance(groups[key], dict):
+            problems.append(f"{key}: must be an object, found {groups[key]!r}")
+            groups[key] = {}
+    if groups["zero_optimization"].get("stage") not in (1, 2, 3):
+        problems.append(
+            f"zero_optimization.stage: must be 1, 2 or 3, found {groups['zero_optimization'].get('stage')!r}"
+        )
+    if not isinstance(groups["bf16"].get("enabled", False), bool):
+        problems.append(f"bf16.enabled: must be true or false, found {groups['bf16']['enabled']!r}")
     for key in content:
         if key in RECIPES_OWN:
             problems.append(f"{key}: the recipe owns this ({RECIPES_OWN[key]}:); remove it")
         elif key not in ZERO_JSON_KEYS:
             problems.append(f"{key}: there is no such key, DeepSpeed would ignore it{nearest(key, ZERO_JSON_KEYS)}")
-    if content.get("fp16", {}).get("enabled"):
+    if groups["fp16"].get("enabled"):
         problems.append("fp16.enabled: is not supported; use bf16")
-    if content.get("bf16", {}).get("enabled"):
+    if groups["bf16"].get("enabled"):
         if content.get("communication_data_type") != "fp32":
             problems.append("communication_data_type: must be fp32, else DeepSpeed reduces the gradients in bf16")
-        if content.get("data_types", {}).get("grad_accum_dtype") != "fp32":
+        if groups["data_types"].get("grad_accum_dtype") != "fp32":
             problems.append(
                 "data_types.grad_accum_dtype: must be fp32, else DeepSpeed accumulates the gradients in bf16"
             )
@@ -253,8 +275,11 @@ def launcher_process() -> psutil.Process | None:
 def _flags(command: list[str]) -> dict[str, str]:
     """The launcher's flags that change what a gear says."""
     flags = {}
-    for i, part in enumerate(command):
+    for part, after in zip(command, [*command[1:], ""], strict=True):
+        if part.endswith(".py") and "launch" not in part:
+            break  # what follows is ours
         name, equals, value = part.removeprefix("--").partition("=")
+        name = name.replace("-", "_")  # accelerate takes both spellings
         if part.startswith("--") and name in ("config_file", "num_processes", "mixed_precision"):
-            flags[name] = value if equals else command[i + 1]
+            flags[name] = value if equals else after
     return flags

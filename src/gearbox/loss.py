@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gearbox.config import UserError
 from gearbox.data import IGNORED  # the one value both sides must agree on
 
 CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 are 0.6 GB instead of 5 GB for 4 x 2,048
@@ -25,6 +26,8 @@ def install(model: torch.nn.Module) -> None:
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     head = core.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise UserError("adapter.targets: an adapter on the output head is not supported; take it out of the list")
     usual_forward, usual_head = core.forward, head.forward
     scale, cap = _logit_shape(core.config)
     flash = str(core.config._attn_implementation).startswith("flash")
@@ -64,6 +67,27 @@ def install(model: torch.nn.Module) -> None:
 
     core.forward = types.MethodType(forward, core)
     head.forward = types.MethodType(head_forward, head)
+
+
+def check(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
+    """Hold the loss against plain cross entropy on the logits of the model's own forward; UserError where they part.
+
+    Every rank runs it, on the wrapped model: families shape their logits in ways that _logit_shape may not know.
+    """
+    tokens = torch.arange(1, 17, device=device)[None] % num_tokens
+    positions = torch.arange(16, device=device)[None]
+    labels = tokens.roll(-1, 1)
+    model.eval()
+    with torch.no_grad():
+        ours, _ = model(input_ids=tokens, position_ids=positions, labels=labels)
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    model.train()
+    theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    if not abs(ours.item() - theirs.item()) <= tolerance * abs(theirs.item()):
+        raise UserError(
+            f"model.name: this family shapes its logits in a way that Gearbox does not know: its own loss is "
+            f"{theirs.item():.5g}, ours {ours.item():.5g}; extend _logit_shape in src/gearbox/loss.py"
+        )
 
 
 def _logit_shape(config: Any) -> tuple[float, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gearbox import loss
 from gearbox.config import ROOT, Adapter, Model, UserError
 
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
 
@@ -79,7 +81,7 @@ def unreachable(name: str, error: Exception) -> UserError:
     return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 
-def narrowed(config: Any, num_tokens: int) -> Any:
+def narrowed(config: Any, tokenizer: Any) -> Any:
     """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before."""
     heads = 4
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -90,7 +92,7 @@ def narrowed(config: Any, num_tokens: int) -> Any:
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": 64 // heads,
-        "vocab_size": num_tokens,
+        "vocab_size": len(tokenizer),
         "layer_types": config.layer_types[:2] if getattr(config, "layer_types", None) else None,
         "max_window_layers": 2,
     }
@@ -98,7 +100,7 @@ def narrowed(config: Any, num_tokens: int) -> Any:
         if getattr(config, key, None) is not None:
             setattr(config, key, value)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(config, key, None)
+        setattr(config, key, getattr(tokenizer, key))
     config.dtype = torch.float32
     return config
 
@@ -128,10 +130,7 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": "sdpa" if model.attention == "auto" else model.attention,
-    }
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model)}
     if model.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     try:
@@ -164,6 +163,15 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
+
+
+def _attention(source: str, model: Model) -> str:
+    """sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager; or what the recipe names."""
+    if model.attention != "auto":
+        return model.attention
+    config = AutoConfig.from_pretrained(source, revision=model.revision)
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
 
 
 def _nf4(compute: torch.dtype) -> Any:

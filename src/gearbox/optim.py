@@ -20,9 +20,13 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
     """AdamW over the trainable weights, biases and norms exempt from decay."""
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (exempt if name.endswith("bias") or "norm" in name.lower() else decayed).append(parameter)
+    seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                (exempt if is_norm or name == "bias" else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     numbers: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     groups = [group for group in groups if group["params"]]

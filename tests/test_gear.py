@@ -1,0 +1,225 @@
+"""Guards what a gear may say: keys that the engines really read, and no number that contradicts the recipe."""
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import accelerate.utils.launch
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+
+from gearbox import gear as gears
+from gearbox.config import ROOT, UserError, load_recipe
+from gearbox.gear import check_against, find_gear, load_gear
+
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+RECIPE = ROOT / "recipes" / "tiny.yaml"
+BF16_JSON = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+
+
+def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **changes) -> Path:
+    """A shipped gear with changes (None removes a key), and its JSON with others, in a folder of their own."""
+    settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text()) | changes
+    settings = {key: value for key, value in settings.items() if value is not None}
+    if zero_json is not None:
+        content = zero_json if isinstance(zero_json, str) else json.dumps(BF16_JSON | zero_json)
+        (tmp_path / "zero.json").write_text(content)
+        settings["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "zero.json")}
+    path = tmp_path / "gear.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_known_keys_are_those_that_accelerate_reads():
+    parsed = {action.dest for action in launch_command_parser()._actions}
+    used = set(re.findall(r"args\.(\w+)", inspect.getsource(accelerate.utils.launch)))
+    assert set(gears.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert set(gears.FSDP_KEYS) <= parsed & used
+    assert set(gears.DEEPSPEED_KEYS) <= parsed & used
+    assert set(gears.PARALLELISM_KEYS) == {name for name in parsed if name.startswith("parallelism_config_")}
+
+
+def test_known_json_keys_are_those_that_deepspeed_reads():
+    (package,) = find_spec("deepspeed").submodule_search_locations
+    patterns = ("runtime/**/*.py", "**/*config*.py", "**/constants.py")
+    readers = {path for pattern in patterns for path in Path(package).glob(pattern)}
+    source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
+    assert [key for key in gears.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
+
+
+def test_six_gears_are_shipped():
+    assert [path.stem for path in SHIPPED] == ["ddp", "fsdp", "single", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_gear_loads_and_says_what_it_is(path):
+    gear = load_gear(path)
+    assert path.read_text().startswith("# ")
+    assert gear.precision == "bf16"
+    assert gear.engine == path.stem.rstrip("123")
+    assert gear.zero_stage == int(path.stem[4:] if gear.engine == "zero" else 0)
+    its_json = [ROOT / "ds_configs" / f"{path.stem}.json"] if gear.engine == "zero" else []
+    assert [found.resolve() for found in [gear.zero_path] if found] == its_json
+
+
+def test_every_shipped_json_belongs_to_a_gear():
+    named = {gear.zero_path.name for gear in map(load_gear, SHIPPED) if gear.zero_path}
+    assert named == {path.name for path in (ROOT / "ds_configs").glob("*.json")}
+
+
+FSDP = {"fsdp_version": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("single", {"num_procesess": 2}, "num_procesess: there is no such key; did you mean 'num_processes'?"),
+        ("fsdp", {"fsdp_config": FSDP | {"fsdp_offload_param": True}}, "did you mean 'fsdp_offload_params'?"),
+        ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}}, "fsdp_config.fsdp_sharding_strategy: there is"),
+        ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "no such key; did you mean 'zero3_init_"),
+        ("fsdp", {"parallelism_config": {"parallelism_config_tp_sizes": 2}}, "did you mean 'parallelism_config_tp"),
+        ("single", {"fsdp_config": [1]}, "must be a mapping, found [1]"),
+        ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: must be 2; version 1"),
+        ("fsdp", {"fsdp_config": {}}, "fsdp_config.fsdp_version: must be 2"),
+        ("fsdp", {"use_cpu": True}, "use_cpu: true silently turns FSDP into plain data parallelism"),
+        ("zero3", {"use_cpu": True}, "use_cpu: true silently turns DEEPSPEED into plain data parallelism"),
+        ("ddp", {"mixed_precision": "fp16"}, "mixed_precision: 'fp16' is not supported; use bf16, or no for fp32"),
+        ("zero1", {"mixed_precision": "bf16"}, "mixed_precision: belongs into the ZeRO JSON (bf16.enabled)"),
+        ("single", {"distributed_type": "MEGATRON_LM"}, "distributed_type: 'MEGATRON_LM' is no engine here"),
+        ("zero1", {"deepspeed_config": {}}, "deepspeed_config.deepspeed_config_file: must name a JSON"),
+        ("ddp", {"num_processes": 0}, "num_processes: must be a whole number from 1, found 0"),
+        ("ddp", {"num_processes": "two"}, "num_processes: must be a whole number from 1, found 'two'"),
+        ("zero1", {"deepspeed_config": {"deepspeed_config_file": "/no.json"}}, "/no.json: there is no such file"),
+        ("zero2", {"zero_json": {"optimizer": {"type": "Adam"}}}, "optimizer: the recipe owns this (optim:)"),
+        ("zero2", {"zero_json": {"scheduler": {}}}, "scheduler: the recipe owns this (schedule:); remove it"),
+        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "would ignore it; did you mean 'gradient_clipping'?"),
+        ("zero2", {"zero_json": {"fp16": {"enabled": True}}}, "fp16.enabled: is not supported; use bf16"),
+        ("zero2", {"zero_json": {"communication_data_type": "bf16"}}, "communication_data_type: must be fp32"),
+        ("zero2", {"zero_json": {"data_types": {}}}, "data_types.grad_accum_dtype: must be fp32"),
+        ("zero2", {"zero_json": "{'bf16': 1}"}, "zero.json: is not JSON: "),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_named(tmp_path, name, changes, said):
+    with pytest.raises(UserError) as caught:
+        load_gear(written(tmp_path, name, **changes))
+    (line,) = [line for line in str(caught.value).splitlines() if said in line]
+    assert line.startswith((f"{tmp_path}/gear.yaml: ", f"{tmp_path}/zero.json: ", "/no.json: "))
+
+
+def test_all_mistakes_of_a_gear_are_said_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_gear(written(tmp_path, "fsdp", num_processes=0, use_cpu=True, mixed_precision="fp8", fsdp_config={"a": 1}))
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_flags_of_the_launcher_beat_the_file():
+    gear = load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"num_processes": "7", "mixed_precision": "no"})
+    assert (gear.num_processes, gear.precision) == (7, "no")
+    with pytest.raises(UserError, match="mixed_precision: 'fp16' is not supported"):
+        load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"mixed_precision": "fp16"})
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("gradient_clipping", 0.5, 1.0), ("gradient_accumulation_steps", 5, 4),
+        ("train_micro_batch_size_per_gpu", 8, 2), ("train_batch_size", 32, 16),
+    ],
+)  # fmt: skip
+def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_path, key, wrong, right):
+    recipe = load_recipe(RECIPE, ["optim.max_grad_norm=1"])
+    # The gear has 2 ranks: 4 rounds of 2 rows on each are a batch of 16.
+    for number in (right, "auto"):
+        check_against(load_gear(written(tmp_path, "zero2", {key: number})), recipe, RECIPE, 4, 2)
+    with pytest.raises(UserError) as caught:
+        check_against(load_gear(written(tmp_path, "zero2", {key: wrong})), recipe, RECIPE, 4, 2)
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'zero.json'}: {key}: is {wrong}, but ") and f" {right};" in line
+    assert str(RECIPE) in line or "batch.rows" in line
+
+
+def test_accumulation_of_the_environment_must_be_the_recipes(monkeypatch):
+    recipe, gear = load_recipe(RECIPE), load_gear(ROOT / "accelerate_configs" / "ddp.yaml")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    check_against(gear, recipe, RECIPE, 4, 1)
+    with pytest.raises(UserError, match=r"STEPS=4 in the environment, but \S+tiny.yaml gives 2; unset it"):
+        check_against(gear, recipe, RECIPE, 2, 1)
+
+
+def test_zero_refuses_bf16_masters_and_other_gears_take_them():
+    recipe = load_recipe(RECIPE, ["optim.master_weights=bf16"])
+    check_against(load_gear(ROOT / "accelerate_configs" / "fsdp.yaml"), recipe, RECIPE, 4, 2)
+    with pytest.raises(UserError, match="ZeRO always keeps fp32 masters"):
+        check_against(load_gear(ROOT / "accelerate_configs" / "zero1.yaml"), recipe, RECIPE, 4, 2)
+
+
+def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
+    gear = load_gear(ROOT / "accelerate_configs" / "single.yaml")
+    recipe = load_recipe(RECIPE, ["model.quantize=nf4", "adapter.method=lora", "optim.name=paged_adamw"])
+    check_against(gear, recipe, RECIPE, 4, 2)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    check_against(gear, load_recipe(RECIPE), RECIPE, 4, 2)
+    with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes.*\n.*optim\.name: paged_adamw needs bits"):
+        check_against(gear, recipe, RECIPE, 4, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
+    gear = load_gear(ROOT / "accelerate_configs" / f"zero{stage}.yaml")
+    recipe = load_recipe(RECIPE, ["optim.max_grad_norm=0.25"])
+    filled = gear.filled_json(recipe, 4, 2, "no")
+    assert '"auto"' not in json.dumps(filled) and '"auto"' in json.dumps(gear.zero_json)
+    assert (filled["gradient_clipping"], filled["gradient_accumulation_steps"]) == (0.25, 4)
+    assert (filled["train_micro_batch_size_per_gpu"], filled["train_batch_size"]) == (2, 4 * 2 * gear.num_processes)
+    assert (filled["bf16"]["enabled"], gear.filled_json(recipe, 4, 2, "bf16")["bf16"]["enabled"]) == (False, True)
+
+
+@pytest.mark.parametrize(("world_size", "name", "ranks"), [(None, "single", 1), ("1", "single", 1), ("3", "ddp", 3)])
+def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, world_size, name, ranks):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    gear = find_gear()
+    assert (gear.name, gear.num_processes) == (name, ranks)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("accelerate launch --config_file a.yaml --num_processes 3 src/train.py", ("a.yaml", "3")),
+        ("accelerate launch --config-file=a.yaml --num-processes=3 src/train.py", ("a.yaml", "3")),
+        ("accelerate launch --config_file a.yaml src/train.py --num_processes=9", ("a.yaml", None)),
+        ("python -m accelerate.commands.launch --config_file", ("", None)),
+    ],
+)
+def test_flags_of_the_launcher_are_read_in_both_spellings_and_not_behind_the_script(command, flags):
+    found = gears._flags(command.split())
+    assert (found.get("config_file"), found.get("num_processes")) == flags
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "must be a JSON object, found list"),
+        ('{"bf16": true, "zero_optimization": {"stage": 2}}', "bf16: must be an object, found True"),
+        ('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', "bf16.enabled: must be true or false"),
+        ('{"zero_optimization": 3}', "zero_optimization: must be an object, found 3"),
+        ('{"zero_optimization": {"stage": "auto"}}', "zero_optimization.stage: must be 1, 2 or 3, found 'auto'"),
+        ("\xff", "is not JSON"),
+    ],
+)
+def test_json_of_the_wrong_shape_is_named(tmp_path, content, said):
+    (tmp_path / "z.json").write_bytes(content.encode("latin-1"))
+    settings = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "z.json")},
+    }
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_gear(tmp_path / "g.yaml")

@@ -1,0 +1,93 @@
+"""Guards the borders between the parts: who imports whom, who names an engine, who asks for its rank."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from gearbox.config import ROOT
+
+PARTS = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "src" / "gearbox").glob("*.py"))}
+# Every part may import config. Every other import between parts, and why.
+SIDEWAYS = {
+    ("loss", "data"): "IGNORED: the label that one writes and the other skips",
+    ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
+    ("model", "loss"): "a model is loaded with its loss installed",
+    ("backend", "gear"): "the engine runs what the gear asks for",
+    ("command", "gear"): "a refusal is printed after the launcher's own last words",
+    ("data", "tasks"): "the built-in data, imported only where it is asked for",
+}
+LIGHT = ["command", "config", "gear"]
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
+ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
+ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}
+RANKS = {"is_main_process", "process_index", "local_process_index", "num_processes", "get_rank", "get_world_size"}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full dotted names: `from gearbox import tasks` is gearbox.tasks."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            assert node.level == 0, "imports are absolute, so that this test can read them"
+    return found
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Names, attributes, parameters and the parts of imported names; not strings and comments."""
+    found = {part for name in imported(tree) for part in name.split(".")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return found
+
+
+def test_parts_import_config_alone_but_for_reasons():
+    sideways = {
+        (part, name.split(".")[1])
+        for part, tree in PARTS.items()
+        for name in imported(tree)
+        if name.startswith("gearbox.") and name.split(".")[1] in PARTS and name.split(".")[1] != "config"
+    }
+    assert sideways == set(SIDEWAYS)
+    assert not any(name.startswith("gearbox") for name in imported(PARTS["config"]))
+    top_level = ast.Module([node for node in PARTS["data"].body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    assert "gearbox.tasks" not in imported(top_level)
+
+
+@pytest.mark.parametrize("part", LIGHT)
+def test_what_reports_mistakes_imports_nothing_heavy(part):
+    assert {name.split(".")[0] for name in imported(PARTS[part])} & HEAVY == set()
+
+
+def test_config_and_gear_are_there_without_torch():
+    code = "import sys, gearbox.config, gearbox.gear, gearbox.command; print({*sys.argv} & {*sys.modules})"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *HEAVY], cwd=ROOT / "src", capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "set()\n"
+
+
+def test_engines_are_named_in_gear_and_backend_alone():
+    found = {(part, name) for part, tree in PARTS.items() for name in identifiers(tree) & ENGINES}
+    assert {pair for pair in found if pair[0] not in ("gear", "backend")} == set(ENGINES_ELSEWHERE)
+    assert ("backend", "deepspeed") in found and ("backend", "DTensor") in found
+    assert {name for name in imported(PARTS["evaluation"]) if "accelerate" in name} == {"accelerate.utils.broadcast"}
+
+
+@pytest.mark.parametrize("part", ["data", "model", "loss", "optim", "tasks"])
+def test_data_and_model_do_not_ask_which_process_they_are(part):
+    assert identifiers(PARTS[part]) & RANKS == set()
+    assert not any(name.startswith("torch.distributed") for name in imported(PARTS[part]))
+    assert "environ" not in identifiers(PARTS[part])
+    assert identifiers(PARTS["backend"]) & RANKS, "a renamed attribute would empty this test"

@@ -1,0 +1,97 @@
+"""Loading, narrowing and refusing models."""
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from gearbox import loss, model, tasks
+from gearbox.config import ROOT, Adapter, Model, UserError
+
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+CONFIGS = sorted((ROOT / "recipes/architectures").glob("*.json"))
+
+
+def caused_by(kind: type[Exception]) -> Exception:
+    """The OSError that transformers raises, with the hub's own error behind it."""
+    error = OSError("transformers' page of advice")
+    error.__cause__ = kind.__new__(kind)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (caused_by(GatedRepoError), "is gated: accept its terms at https://huggingface.co/org/x, then export HF_TOKEN"),
+        (caused_by(RepositoryNotFoundError), "the hub has no 'org/x'"),
+        (caused_by(LocalEntryNotFoundError), "is neither on this machine nor can the hub be reached"),
+        (OSError("We couldn't connect to the hub"), "is neither on this machine nor can the hub be reached"),
+        (ValueError("the file\nis broken"), "cannot be loaded: the file is broken"),
+    ],
+)
+def test_why_a_model_cannot_be_had(error, said):
+    text = str(model.unreachable("org/x", error))
+    assert said in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_narrowed_is_the_same_architecture(path):
+    whole = transformers.AutoConfig.from_pretrained(path)
+    narrow = model.narrowed(transformers.AutoConfig.from_pretrained(path), TOKENIZER)
+    assert type(narrow) is type(whole)
+    assert (narrow.num_hidden_layers, narrow.vocab_size, narrow.eos_token_id) == (2, 260, TOKENIZER.eos_token_id)
+    assert narrow.tie_word_embeddings == whole.tie_word_embeddings
+    grouped = whole.num_attention_heads > whole.num_key_value_heads
+    assert (narrow.num_attention_heads > narrow.num_key_value_heads) == grouped
+
+
+def test_the_tokenizer_of_tiny_is_what_the_code_makes(tmp_path):
+    tasks.write_tokenizer(tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (ROOT / "recipes/tiny" / file.name).read_text(), file.name
+
+
+def test_tiny_has_one_to_five_million_weights():
+    config = transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny")
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(config)
+    assert 1e6 <= sum(p.numel() for p in made.parameters()) <= 5e6
+
+
+@pytest.fixture
+def gemma(tmp_path):
+    """A family without sdpa, with capped logits."""
+    config = transformers.Gemma2Config(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5, initializer_range=0.5,
+    )  # fmt: skip
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    TOKENIZER.save_pretrained(tmp_path / "gemma")
+    return tmp_path / "gemma"
+
+
+def test_a_second_family_trains_alike(train, gemma):
+    given = (f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
+    alone, shared = train("single", *given), train("fsdp", *given, ranks=2)
+    assert set(alone.codes + shared.codes) == {0}, alone.output + shared.output
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_unknown_logits_are_refused(train, gemma, monkeypatch):
+    monkeypatch.setattr(loss, "_logit_shape", lambda config: (1.0, None))
+    outcome = train("single", f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
+    assert outcome.codes == [2]
+    assert "shapes its logits in a way that Gearbox does not know" in outcome.output
+
+
+def test_an_adapter_on_the_head_is_refused(tmp_path):
+    config = model.narrowed(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), TOKENIZER)
+    model.write_random(config, TOKENIZER, 0, tmp_path / "base")
+    adapter = Adapter(method="lora", targets=["q_proj", "lm_head"])
+    with pytest.raises(UserError, match="an adapter on the output head is not supported"):
+        model.load(str(tmp_path / "base"), Model(name="x"), adapter, 0, "no", "fp32")
+    with pytest.raises(UserError, match=r"adapter\.targets: .*nothing_such"):
+        model.load(
+            str(tmp_path / "base"), Model(name="x"), Adapter(method="lora", targets=["nothing_such"]), 0, "no", "fp32"
+        )

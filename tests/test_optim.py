@@ -1,0 +1,97 @@
+"""Guards the optimizer: the rate of each step, what decays, and that bitsandbytes' can step on shards."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from gearbox import backend
+from gearbox.config import Optim, Schedule, UserError
+from gearbox.optim import check_device, learning_rate, make_optimizer
+from ranks import fork_ranks
+
+
+def rates(num_steps: int, **schedule) -> list[float]:
+    return [learning_rate(step, num_steps, Optim(lr=0.5), Schedule(**schedule)) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_the_warmup_rises_in_equal_parts_to_the_peak(name):
+    found = rates(100, name=name, warmup_steps=5)
+    assert found[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert max(found) == 0.5 and min(found) > 0
+
+
+def test_the_rate_falls_as_its_name_says():
+    cosine, linear = rates(101, name="cosine", warmup_steps=1), rates(101, name="linear", warmup_steps=1)
+    assert rates(101, name="constant", warmup_steps=1) == [0.5] * 101
+    assert cosine[26] == pytest.approx(0.25 * (1 + 2**-0.5)) and linear[26] == pytest.approx(0.375)
+    assert cosine[51] == pytest.approx(0.25) and linear[51] == pytest.approx(0.25)
+    assert cosine[-1] == pytest.approx(0.25 * (1 - torch.cos(torch.tensor(torch.pi / 100)).item()), abs=1e-6)
+    assert linear[-1] == pytest.approx(0.005)
+    for falling in (cosine, linear):
+        assert falling[1:] == sorted(falling[1:], reverse=True)
+
+
+def test_without_warmup_the_first_step_has_the_peak():
+    assert rates(10, name="cosine")[0] == rates(10, name="linear")[0] == 0.5
+    assert rates(1, name="cosine") == [0.5]
+
+
+def test_biases_norms_and_frozen_weights_do_not_decay():
+    model = torch.nn.ModuleDict({"proj": torch.nn.Linear(4, 4), "frozen": torch.nn.Linear(4, 4),
+                                 "input_layernorm": torch.nn.LayerNorm(4)})  # fmt: skip
+    model["frozen"].requires_grad_(False)
+    optim = Optim(lr=0.125, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-3)
+    optimizer = make_optimizer(model, optim)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {"proj.weight": 0.25, "proj.bias": 0, "input_layernorm.weight": 0, "input_layernorm.bias": 0}
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_an_optimizer_that_needs_a_gpu_is_refused_on_a_cpu(name):
+    with pytest.raises(UserError, match=rf"^optim\.name: {name} runs on a GPU only; on a CPU use optim\.name=adamw$"):
+        check_device(Optim(name=name, lr=1), on_gpu=False)
+    check_device(Optim(name=name, lr=1), on_gpu=True)
+    check_device(Optim(lr=1), on_gpu=False)
+
+
+def test_a_step_on_local_shards_is_the_step_on_dtensors():
+    def work() -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        torch.distributed.init_process_group("gloo")
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3))
+        sides = []
+        for model in (deepcopy(plain), plain):
+            for layer in (model[0], model[2], model):
+                fully_shard(layer)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+            sides.append((model, optimizer))
+        backend.step_on_local_shards(sides[1][1])
+        stepped = [p for group in sides[1][1].param_groups for p in group["params"]]
+        assert len(stepped) == 4 and not any(isinstance(p, DTensor) for p in stepped)
+        before = [p.full_tensor().clone() for p in sides[0][0].parameters()]
+        for step in range(3):
+            torch.manual_seed(10 * step + torch.distributed.get_rank())
+            inputs = torch.randn(5, 6)
+            for model, optimizer in sides:
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                # The hooks alone must drop the gradients of the shards, whom the optimizer no longer knows.
+                if optimizer is sides[0][1]:
+                    optimizer.zero_grad()
+                assert all(p.grad is None for p in model.parameters())
+        for start, left, right in zip(before, *(model.parameters() for model, _ in sides), strict=True):
+            assert torch.equal(left.full_tensor(), right.full_tensor())
+            assert (left.full_tensor() - start).abs().max() > 0.1
+        torch.distributed.destroy_process_group()
+
+    codes, output = fork_ranks(2, {}, work)
+    assert codes == [0, 0], output
