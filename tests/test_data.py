@@ -202,15 +202,16 @@ def test_a_line_of_jsonl_may_hold_any_unicode(tmp_path):
 
 
 def test_a_real_instruction_file():
-    """1,000 Alpaca records: none lost, each answer supervised to its end."""
+    """About 1,000 Alpaca records: none lost, each answer supervised to its end."""
     path = ROOT.parent / "shared" / "data" / "alpaca_en_demo.json"
     if not path.is_file():
         pytest.skip(f"the Alpaca sample {path.name} is not on this machine")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     prepared = data.prepare(Data(path=str(path)), tokenizer, 4096, 0.02, 2)
     documents = [*prepared.training.documents, *prepared.held_out.documents]
-    assert len(documents) + prepared.dropped == 1000
-    answers = {record["output"].strip() for record in json.loads(path.read_text())}
+    records = json.loads(path.read_text())
+    assert len(documents) + prepared.dropped == len(records) > 900
+    answers = {record["output"].strip() for record in records}
     for document in documents[:50]:
         answer = tokenizer.decode(document.tokens[document.supervised])
         assert len(document.tokens) == 4096 or answer.removesuffix("<|end|>").strip() in answers
