@@ -46,9 +46,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
 
     tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
     prepared = data.prepare(recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples)
-    rows = prepared.training
-    order = data.Order(len(rows), recipe.batch.rows, recipe.train.seed)
-    num_steps = recipe.train.steps or math.ceil(len(rows) * (recipe.train.epochs or 0) / recipe.batch.rows)
+    num_steps = recipe.train.steps or math.ceil(len(prepared.training) * (recipe.train.epochs or 0) / recipe.batch.rows)
 
     with run_folder(recipe, recipe_path, gear, processes) as folder:
         source = weights_of(recipe, tokenizer, folder, processes)
@@ -57,47 +55,20 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             source, recipe.model, recipe.adapter, recipe.train.seed,
             backend.precision(gear), recipe.optim.master_weights,
         )  # fmt: skip
-        optimizer = optim.make_optimizer(loaded, recipe.optim)
-        wrapped, optimizer = backend.prepare(accelerator, loaded, optimizer)
+        wrapped, optimizer = backend.prepare(accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
         facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
-        tolerance = 1e-4 if backend.precision(gear) == "no" else 2e-2
-        loss.check(wrapped, len(tokenizer), accelerator.device, tolerance)
+        loss.check(
+            wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
+        )
         print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
-
-        def look(step: int) -> evaluation.Evaluation | None:
-            if not len(prepared.held_out):
-                return None
-            result = evaluation.evaluate(accelerator, wrapped, prepared.held_out, recipe.batch.rows, micro_rows)
-            log.log(step, eval_loss=result.loss, eval_exact_match=result.exact_match)
-            screen.print(f"step {step}/{num_steps}  held-out loss {result.loss:.4f}  exact {result.exact_match:.1%}")
-            log.resume_clock()
-            return result
 
         def samples() -> list[str]:
             ask = (accelerator, wrapped, tokenizer)
             return [evaluation.answer(*ask, chat, recipe.eval.sample_tokens) for chat in prepared.questions]
 
-        rows_hash = ""
         with metrics.Metrics(folder, screen, num_steps) as log:
             before = samples()
-            look(0)
-            for step in range(num_steps):
-                batch = data.make_step(
-                    rows, order.step(step), accelerator.process_index, accelerator.num_processes, micro_rows
-                )
-                rate = optim.learning_rate(step, num_steps, recipe.optim, recipe.schedule)
-                backend.set_learning_rate(optimizer, rate)
-                step_loss, grad_norm = train_step(accelerator, wrapped, optimizer, batch, recipe.optim.max_grad_norm)
-                rows_hash = data.chain_hash(rows_hash, batch.row_ids)
-                log.step(
-                    step + 1, loss=step_loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
-                    num_tokens=batch.num_tokens, num_targets=batch.num_targets,
-                )  # fmt: skip
-                if not math.isfinite(step_loss):
-                    raise UserError(f"step {step + 1}: the loss is {step_loss}; lower optim.lr, or look at the data")
-                if recipe.eval.every and (step + 1) % recipe.eval.every == 0 and step + 1 < num_steps:
-                    look(step + 1)
-            last = look(num_steps)
+            fit(recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, log)
             after = samples()
 
         tensors = backend.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
@@ -108,10 +79,50 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             reply = ask_saved(folder / "model", prepared.questions)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
             screen.print(f"every step's numbers: {folder / 'metrics.jsonl'}")
-            exact = f"  exact answers {last.exact_match:.1%}" if last else ""
-            screen.print(f"[bold green]done[/]{exact}  the model lies in {folder / 'model'}")
+            screen.print(f"[bold green]done[/]  the model lies in {folder / 'model'}")
         accelerator.wait_for_everyone()
     backend.leave()
+
+
+def fit(
+    recipe: Recipe,
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    prepared: Any,
+    num_steps: int,
+    micro_rows: int,
+    log: Any,
+) -> None:
+    """The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine."""
+    from gearbox import backend, data, evaluation, optim
+
+    rows = prepared.training
+    order = data.Order(len(rows), recipe.batch.rows, recipe.train.seed)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+
+    def look(step: int) -> None:
+        if len(prepared.held_out):
+            log.evaluation(
+                step, evaluation.evaluate(accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows)
+            )
+
+    look(0)
+    rows_hash = ""
+    for step in range(num_steps):
+        batch = data.make_step(rows, order.step(step), rank, num_ranks, micro_rows)
+        rate = optim.learning_rate(step, num_steps, recipe.optim, recipe.schedule)
+        backend.set_learning_rate(optimizer, rate)
+        loss, grad_norm = train_step(accelerator, model, optimizer, batch, recipe.optim.max_grad_norm)
+        rows_hash = data.chain_hash(rows_hash, batch.row_ids)
+        log.step(
+            step + 1, loss=loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
+            num_tokens=batch.num_tokens, num_targets=batch.num_targets,
+        )  # fmt: skip
+        if not math.isfinite(loss):
+            raise UserError(f"step {step + 1}: the loss is {loss}; lower optim.lr, or look at the data")
+        if step + 1 == num_steps or (recipe.eval.every and (step + 1) % recipe.eval.every == 0):
+            look(step + 1)
 
 
 def train_step(accelerator: Any, model: Any, optimizer: Any, batch: Any, max_grad_norm: float) -> tuple[float, float]:

@@ -80,6 +80,13 @@ class Metrics:
             left = (now - self.started) / step * (self.num_steps - step)
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
+    def evaluation(self, step: int, result: Any) -> None:
+        """Record a look at the held-out rows (`evaluation.Evaluation`); its time stays out of the next step's rate."""
+        self.log(step, eval_loss=result.loss, eval_exact_match=result.exact_match)
+        share = f"exact answers {result.exact_match:.1%}"
+        self.screen.print(f"step {step}/{self.num_steps}  held-out loss {result.loss:.4f}  {share}")
+        self.last = time.perf_counter()
+
     def log(self, step: int, **numbers: Any) -> None:
         if self.writes:
             self.file.write(json.dumps({"step": step, **numbers}) + "\n")
@@ -87,7 +94,3 @@ class Metrics:
             for name, number in numbers.items():
                 if isinstance(number, int | float):
                     self.board.add_scalar(name, number, step)
-
-    def resume_clock(self) -> None:
-        """Leave out of the next step's rate what came between (an evaluation, say)."""
-        self.last = time.perf_counter()
