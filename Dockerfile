@@ -1,5 +1,6 @@
 # docker build -t gearbox .            CUDA machines: pip's torch wheel brings its own CUDA libraries
-# docker run --gpus all --shm-size 8g -v "$PWD/runs:/gearbox/runs" gearbox \
+# mkdir -p runs    # yours: --user writes there as you; the image's own user could not
+# docker run --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -e HOME=/tmp -v "$PWD/runs:/gearbox/runs" gearbox \
 #   accelerate launch --config_file accelerate_configs/fsdp.yaml src/train.py
 ARG BASE=python:3.11.13-slim-bookworm
 FROM ${BASE}
