@@ -83,6 +83,9 @@ def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
+                # torch replaces its thread pool at the first use after a fork, and not thread-safely: transformers'
+                # loader threads once met "Invalid thread pool!". One use before there are threads does it.
+                torch.set_num_threads(1)
                 os.environ.update(environment)
                 if num_ranks > 1:
                     os.environ.update(
