@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.markup import escape
 
 from gearbox import command
 from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Recipe, UserError, accumulation, load_recipe
@@ -42,7 +43,9 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
     elif idle := backend.num_idle_gpus():
-        screen.print(f"hint: {idle} more GPUs of this machine are idle; --num_processes says how many to use")
+        screen.print(
+            f"hint: {idle} more GPUs of this machine are idle; ddp, fsdp and zero3 use --num_processes N of them"
+        )
 
     tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
     prepared = data.prepare(recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples)
@@ -50,6 +53,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
 
     with run_folder(recipe, recipe_path, gear, processes) as folder:
         source = weights_of(recipe, tokenizer, folder, processes)
+        dtype = model.stored_dtype(source, recipe.model.revision)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe.model, recipe.adapter, recipe.train.seed,
@@ -72,16 +76,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             after = samples()
 
         tensors = backend.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
-        model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, folder / "model")
-        accelerator.wait_for_everyone()
+        model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, dtype, folder / "model")
+        # The other ranks end here: a large model is loaded back for longer than a collective may wait.
+        backend.leave()
         if accelerator.is_main_process:
             print_samples(screen, prepared.questions, before, after)
             reply = ask_saved(folder / "model", prepared.questions)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
             screen.print(f"every step's numbers: {folder / 'metrics.jsonl'}")
             screen.print(f"[bold green]done[/]  the model lies in {folder / 'model'}")
-        accelerator.wait_for_everyone()
-    backend.leave()
 
 
 def fit(
@@ -228,28 +231,40 @@ def print_plan(
     if recipe.run.rehearse:
         shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
     for name, text in (shown | facts | {"run": str(folder)}).items():
-        screen.print(f"[cyan]{name:<24}[/]{text}")
+        screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
 
 def print_samples(screen: Any, questions: list[list[dict[str, str]]], before: list[str], after: list[str]) -> None:
     for chat, first, second in zip(questions, before, after, strict=True):
-        asked = next(message["content"] for message in chat if message["role"] == "user")
-        right = next(message["content"] for message in chat if message["role"] == "assistant")
+        asked, right = _first(chat, "user"), _first(chat, "assistant")
         screen.print(f"[cyan]question[/] {_short(asked)}\n  [cyan]before[/] {_short(first)}\n   [cyan]after[/] "
                      f"{_short(second)}\n   [cyan]right[/] {_short(right)}")  # fmt: skip
 
 
-def _short(text: str) -> str:
-    from rich.markup import escape
+def _first(chat: list[dict[str, str]], role: str) -> str:
+    return next(turn["content"] for turn in chat if turn["role"] == role)
 
+
+def _short(text: str) -> str:
     line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
     return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
 
 
 def ask_saved(folder: Path, questions: list[list[dict[str, str]]]) -> str:
     """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
-    question = questions[0][0]["content"] if questions else "Hello"
-    inherited = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "ACCELERATE", "FSDP_")
+    question = _first(questions[0], "user") if questions else "Hello"
+    inherited = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "OMP_",
+        "TORCHELASTIC",
+        "ACCELERATE",
+        "FSDP_",
+    )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(inherited)}
     ask = [sys.executable, str(Path(__file__).with_name("ask.py")), str(folder), question]
     outcome = subprocess.run(

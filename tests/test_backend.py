@@ -110,10 +110,70 @@ def test_ranks_that_do_not_match_are_refused(monkeypatch):
         backend.start_processes(DDP)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (2, "4 ranks here, but 2 GPUs; give --num_processes 2"),
+        (1, r"4 ranks here, but 1 GPUs; use accelerate_configs/single\.yaml"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, said):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="4 ranks here, but 1 GPUs; give --num_processes 1"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=said):
         backend.start_processes(DDP)
+
+
+def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=r"has an NVIDIA driver, but torch .* sees no GPU"):
+        backend.start_processes(DDP)
+
+
+@pytest.mark.parametrize("gear", ["zero1", "zero2"])
+def test_an_optimizer_that_is_not_cut_is_refused(train, monkeypatch, gear):
+    usual = backend.verify
+
+    def with_a_whole_optimizer(accelerator, model, optimizer, *rest):
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in model.parameters() if p.requires_grad]
+        return usual(accelerator, model, optimizer, *rest)
+
+    monkeypatch.setattr(backend, "verify", with_a_whole_optimizer)
+    refused(train(gear, ranks=2), "sharding: the optimizer of a rank holds")
+
+
+def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
+    """FSDP2's own way to accumulate keeps all of it, in fp32, on each rank."""
+    import train as script
+
+    usual = script.train_step
+
+    def looking(accelerator, model, *rest):
+        whole = []
+        backward = accelerator.backward
+
+        def then_look(share):
+            backward(share)
+            parameters = [p for m in model.modules() if (state := getattr(m, "_get_fsdp_state", None))
+                          for group in state()._fsdp_param_groups for p in group.fsdp_params]  # fmt: skip
+            kept = [p.unsharded_accumulated_grad is not None or _gradient(p) is not None for p in parameters]
+            whole.append(sum(kept))
+            assert parameters
+
+        monkeypatch.setattr(accelerator, "backward", then_look)
+        outcome = usual(accelerator, model, *rest)
+        monkeypatch.setattr(accelerator, "backward", backward)
+        assert whole == [0, 0, 0], whole
+        return outcome
+
+    monkeypatch.setattr(script, "train_step", looking)
+    assert train("fsdp", ranks=2).codes == [0, 0]
+
+
+def _gradient(parameter):
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)

@@ -115,3 +115,15 @@ def test_launch_says_what_only_the_ranks_can_know(shell, small, tmp_path):
         "gearbox: optim.name: paged_adamw runs on a GPU only; on a CPU use optim.name=adamw"
     )
     assert not (tmp_path / "runs").exists(), "no half-written folder"
+
+
+def test_out_of_memory_says_what_to_change(shell):
+    """No GPU here to fill: the command raises torch's own error."""
+    outcome = shell(
+        "cd src && python -c 'import torch; from gearbox import command\n"
+        'def main(_): raise torch.OutOfMemoryError("CUDA out of memory")\n'
+        "command.run(main)'"
+    )
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("gearbox: out of GPU memory: lower batch.micro_rows")
+    assert len(outcome.stderr.splitlines()) == 1

@@ -1,5 +1,6 @@
 """The loop itself: what it records, how long it runs, what it says of answers, and what a failure leaves."""
 
+import json
 import math
 
 import pytest
@@ -104,3 +105,17 @@ def test_bf16_masters_under_fsdp(train, monkeypatch):
     assert outcome.losses == pytest.approx(half.losses, rel=2e-2)
     held = [float(o.output.split("parameters on this rank")[1].split()[2]) for o in (outcome, half)]
     assert held[0] == pytest.approx(held[1] / 2, abs=0.1), "bf16 takes half of fp32"
+
+
+def test_chats_of_unusual_shape_end_without_a_traceback(train, tmp_path):
+    """A system turn first, and chats without a question or an answer: trained where asked, never put as a question."""
+    path = tmp_path / "odd.jsonl"
+    shapes = [("system", "assistant"), ("system", "user", "assistant"), ("user",)]
+    chats = [[{"role": role, "content": f"abc {i}"} for role in shapes[i % 3]] for i in range(60)]
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    odd = (f"data.path={path}", "data.supervise=all", "eval.fraction=0.5", "eval.samples=9", "eval.sample_tokens=1")
+    outcome = train("single", *odd, load_back=True)
+    assert outcome.codes == [0], outcome.output
+    asked = [line for line in outcome.output.splitlines() if line.startswith("question")]
+    assert asked
+    assert all(int(line.split()[-1]) % 3 == 1 for line in asked), "only the shape with a question and an answer"

@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from gearbox.config import Recipe, UserError
 from gearbox.gear import Gear
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def is_rehearsal() -> bool:
@@ -55,10 +58,14 @@ def start_processes(gear: Gear) -> PartialState:
     if not is_rehearsal():
         num_gpus = torch.cuda.device_count()
         if local_ranks > num_gpus:
-            raise UserError(
-                f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; give --num_processes {num_gpus}"
-            )
+            way_out = f"give --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"
+            raise UserError(f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; {way_out}")
         return PartialState()
+    if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        raise UserError(
+            f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: look at "
+            "nvidia-smi and the torch build; CUDA_VISIBLE_DEVICES= (empty) rehearses on the CPU"
+        )
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
     if gear.engine == "zero":
@@ -79,8 +86,9 @@ def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Acc
     """The Accelerator of this gear, after start_processes."""
     options: dict[str, Any] = {"mixed_precision": precision(gear)}
     # Lists of micro batches, not a data loader: the count alone decides when gradients are reduced.
+    # FSDP2 would keep the whole gradient in fp32 on each rank until the last of them: 30 GB for a 7B. It reduces each.
     options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
-        num_steps=accumulation, sync_with_dataloader=False
+        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=gear.engine == "fsdp"
     )
     os.environ.pop(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None
@@ -214,7 +222,7 @@ def verify(
             facts["gradients in"] = (torch.float32, model.communication_data_type)
             facts["gradients kept in"] = (torch.float32, model.get_data_types()[1])
     elif gear.engine == "fsdp":
-        facts["gradients in"] = (torch.float32, accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype)
+        facts["gradients in"] = (torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)
     if recipe.optim.master_weights == "fp32":
         facts["masters in"] = ({torch.float32}, _master_dtypes(model, gear, optimizer))
     wrong = [f"{name}: asked for {asked}, running {found}" for name, (asked, found) in facts.items() if asked != found]
@@ -225,6 +233,12 @@ def verify(
         # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
         if share > ideal * 1.1 + 0.02:
             wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
+    if gear.zero_stage in (1, 2):
+        # The partitions that the optimizer updates, padded to whole buffers.
+        kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if kept > trainable / gear.num_processes * 1.1 + 1000:
+            wrong.append(f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights")
     if wrong:
         raise _not_what_was_asked(gear, wrong)
     shown = {name: _name(found) for name, (_, found) in facts.items()}
@@ -262,7 +276,7 @@ def _precision_running(accelerator: Accelerator, model: Any, gear: Gear) -> str:
     if gear.engine == "zero":
         return "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
     if gear.engine == "fsdp":
-        compute = accelerator.state.fsdp_plugin.mixed_precision_policy.param_dtype
+        compute = model._get_fsdp_state()._mp_policy.param_dtype
         return {torch.bfloat16: "bf16", torch.float32: "no"}.get(compute, str(compute))
     return str(accelerator.mixed_precision)
 
@@ -270,7 +284,7 @@ def _precision_running(accelerator: Accelerator, model: Any, gear: Gear) -> str:
 def _master_dtypes(model: Any, gear: Gear, optimizer: Any) -> set[torch.dtype]:
     """Of the tensors that the optimizer updates."""
     if gear.engine == "zero":
-        engine = model.optimizer
+        engine = model.optimizer  # in bf16 ZeRO-1's has neither list, and its param_groups are the fp32 partitions
         flat = getattr(engine, "fp32_partitioned_groups_flat", None) or getattr(
             engine, "single_partition_of_fp32_groups", None
         )

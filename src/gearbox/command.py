@@ -17,6 +17,10 @@ from gearbox.gear import launcher_process
 EXIT_USER_ERROR = 2
 REFUSAL_FILE = "GEARBOX_REFUSAL_FILE"  # set by src/launch.py: where rank 0 leaves the line instead of printing it
 RANK_0_SPEAKS_SECONDS = 20
+OUT_OF_MEMORY = (
+    "out of GPU memory: lower batch.micro_rows (the result stays), set model.gradient_checkpointing=true, train an "
+    "adapter, or take the gear fsdp or zero3"
+)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -37,7 +41,9 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
         _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            _refuse(f"gearbox: {OUT_OF_MEMORY}")
         if "RANK" in os.environ:
             print(f"gearbox: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
         raise
@@ -50,7 +56,7 @@ def _refuse(text: str) -> NoReturn:
     launcher = launcher_process()
     if REFUSAL_FILE in os.environ:
         Path(os.environ[REFUSAL_FILE]).write_text(text, encoding="utf-8")
-    elif launcher is not None:
+    elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1, and nothing speaks after it
         _print_after(launcher, text)
     else:
         print(text, file=sys.stderr)

@@ -291,7 +291,7 @@ def prepare(data: Data, tokenizer: Any, row_tokens: int, held_out_fraction: floa
         elif _held_out(document.tokens, held_out_fraction):
             held_out.append(document)
             chat = to_messages(record, data.form, where)
-            if len(questions) < num_questions and not isinstance(chat, str):
+            if len(questions) < num_questions and not isinstance(chat, str) and _is_question_and_answer(chat):
                 questions.append(chat)
         else:
             training.append(document)
@@ -306,6 +306,11 @@ def prepare(data: Data, tokenizer: Any, row_tokens: int, held_out_fraction: floa
         questions=questions,
         dropped=dropped,
     )
+
+
+def _is_question_and_answer(chat: list[dict[str, str]]) -> bool:
+    roles = [turn["role"] for turn in chat]
+    return "assistant" in roles and "user" in roles[: roles.index("assistant")]
 
 
 def _held_out(tokens: np.ndarray, fraction: float) -> bool:

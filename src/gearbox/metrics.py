@@ -43,7 +43,8 @@ class Metrics:
 
             self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
             self.board = SummaryWriter(self.folder / "tensorboard")
-            columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+            text = TextColumn("{task.fields[text]}")
+            columns = (BarColumn(bar_width=16), MofNCompleteColumn(), text, TimeRemainingColumn())  # 80 letters in all
             self.bar = Progress(*columns, console=self.screen, disable=not self.screen.is_terminal, transient=True)
             self.task = self.bar.add_task("training", total=self.num_steps, text="")
             self.bar.start()

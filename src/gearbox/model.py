@@ -145,6 +145,7 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
         transformers.set_seed(seed)
         settings = peft.LoraConfig(
             task_type="CAUSAL_LM",
+            revision=model.revision,
             r=adapter.r,
             lora_alpha=adapter.alpha,
             lora_dropout=adapter.dropout,
@@ -185,40 +186,49 @@ def _nf4(compute: torch.dtype) -> Any:
     )
 
 
-def save(model: Any, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, source: str, folder: Path) -> None:
+def save(
+    model: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    tokenizer: Any,
+    source: str,
+    dtype: torch.dtype,
+    folder: Path,
+) -> None:
     """Write what `from_pretrained` loads: the whole model, or the adapter alone. `tensors` are whole, on the CPU.
 
     All ranks of a sharded model must call this with their own iterator; only the rank that is given tensors writes.
-    Weights come in the dtype of the source. The folder appears at once, by a rename.
+    A whole model is cast to dtype, as it comes in; an adapter keeps its own. The folder appears at once, by a rename.
     """
-    weights = dict(tensors)
+    is_adapter = hasattr(model, "peft_config")
+    weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
     if not weights:
         return
     aside = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    if hasattr(model, "peft_config"):
+    if is_adapter:
         model.peft_config["default"].base_model_name_or_path = source
         model.save_pretrained(aside, state_dict=weights)
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
-        dtype = _stored_dtype(source)
         model.config.use_cache = True
         model.config.dtype = dtype
-        model.save_pretrained(aside, state_dict={name: tensor.to(dtype) for name, tensor in weights.items()})
+        model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     aside.rename(folder)
 
 
-def _stored_dtype(source: str) -> torch.dtype:
-    dtype = AutoConfig.from_pretrained(source).dtype
+def stored_dtype(source: str, revision: str | None) -> torch.dtype:
+    """The dtype in which a checkpoint's weights are kept, and in which the trained ones are saved."""
+    dtype = AutoConfig.from_pretrained(source, revision=revision).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def load_for_answers(folder: Path) -> tuple[Any, Any]:
     """A saved model (an adapter with its base) and its tokenizer, on the CPU or the first GPU, as a user loads it."""
     settings = folder / "adapter_config.json"
-    base = json.loads(settings.read_text())["base_model_name_or_path"] if settings.is_file() else str(folder)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    adapter = json.loads(settings.read_text()) if settings.is_file() else {}
+    base, revision = adapter.get("base_model_name_or_path", str(folder)), adapter.get("revision")
+    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto")
     if settings.is_file():
         import peft
 
