@@ -77,6 +77,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
 
         tensors = backend.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
         model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, dtype, folder / "model")
+        accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         backend.leave()
         if accelerator.is_main_process:
