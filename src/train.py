@@ -79,7 +79,6 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, dtype, folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
-        backend.leave()
         if accelerator.is_main_process:
             print_samples(screen, prepared.questions, before, after)
             reply = ask_saved(folder / "model", prepared.questions)

@@ -291,17 +291,3 @@ def _master_dtypes(model: Any, gear: Gear, optimizer: Any) -> set[torch.dtype]:
         if flat is not None:
             return {tensor.dtype for tensor in flat if tensor is not None}
     return {p.dtype for group in optimizer.param_groups for p in group["params"]}
-
-
-_left_groups: list[Any] = []
-
-
-def leave() -> None:
-    """End the process group, so that nothing warns about it at exit.
-
-    A reference stays until then. DDP's reducer would otherwise drop the last one while it holds Python's lock, and
-    gloo's destructor then waits for a thread that waits for that lock: a rare hang, seen with torch 2.13.
-    """
-    if torch.distributed.is_initialized():
-        _left_groups.append(torch.distributed.group.WORLD)
-        torch.distributed.destroy_process_group()

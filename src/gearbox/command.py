@@ -36,7 +36,12 @@ def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call main with the command line and exit. Only rank 0 says what was wrong."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
+        if "RANK" in os.environ:
+            # A rank ends without tearing its process group down. Torn down, gloo's destructor can hold Python's lock
+            # while it waits for a thread that waits for that lock: a rare hang, seen with torch 2.13.
+            _exit(code or 0)
+        sys.exit(code)
     except UserError as error:
         _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
     except KeyboardInterrupt:
@@ -60,9 +65,13 @@ def _refuse(text: str) -> NoReturn:
         _print_after(launcher, text)
     else:
         print(text, file=sys.stderr)
+    _exit(EXIT_USER_ERROR)  # without teardown: the other ranks may be waiting inside a collective
+
+
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_USER_ERROR)  # without teardown: the other ranks may be waiting inside a collective
+    os._exit(code)
 
 
 def _print_after(launcher: psutil.Process, text: str) -> None:
