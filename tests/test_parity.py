@@ -71,6 +71,12 @@ def test_full(train, single, gear, ranks):
     assert_same(checked(train(gear, *FULL, ranks=ranks)), reference, 1e-5, 1e-4)
 
 
+@pytest.mark.parametrize(("gear", "few", "many"), [("ddp", 2, 4), ("fsdp", 2, 3)])
+def test_other_ranks_of_one_gear(train, gear, few, many):
+    two, more = (checked(train(gear, *FULL, ranks=ranks)) for ranks in (few, many))
+    assert worst(more.kept_losses, two.kept_losses) < 1e-6
+
+
 @pytest.mark.parametrize("gear", ["ddp", "fsdp", "zero3"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_adapters(train, single, gear, method):
