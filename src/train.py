@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIP
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -19,7 +20,7 @@ import yaml
 from rich.markup import escape
 
 from gearbox import command
-from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Recipe, UserError, accumulation, load_recipe
+from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
 from gearbox.gear import Gear, check_against, find_gear
 
 
@@ -34,11 +35,16 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
-    from gearbox import backend, data, evaluation, loss, metrics, model, optim
+    from gearbox import backend, corpus, data, evaluation, loss, metrics, model, optim, preview
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
+    # Before the process group exists: tokenizing may take longer than a collective may wait.
+    screen = metrics.console(backend.is_first())
+    tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
+    prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+
     processes = backend.start_processes(gear)
-    screen = metrics.console(processes.is_main_process)
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
@@ -46,10 +52,6 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         screen.print(
             f"hint: {idle} more GPUs of this machine are idle; ddp, fsdp and zero3 use --num_processes N of them"
         )
-
-    tokenizer = model.load_tokenizer(recipe.model, recipe.run.rehearse)
-    prepared = data.prepare(recipe.data, tokenizer, recipe.batch.row_tokens, recipe.eval.fraction, recipe.eval.samples)
-    num_steps = recipe.train.steps or math.ceil(len(prepared.training) * (recipe.train.epochs or 0) / recipe.batch.rows)
 
     with run_folder(recipe, recipe_path, gear, processes) as folder:
         source = weights_of(recipe, tokenizer, folder, processes)
@@ -64,11 +66,24 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         loss.check(
             wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
         )
-        print_plan(screen, recipe, facts, prepared, num_steps, micro_rows, folder)
+        if prepared.training.packing:
+            seen = neighbours_seen(accelerator, wrapped, prepared.training, micro_rows, len(tokenizer))
+            isolated = seen <= (1e-4 if facts["precision"] == "fp32" else 3e-2)
+            facts["packed documents"] = f"a neighbour changes a token's loss by {seen:.2g}"
+            if not isolated:
+                facts["packed documents"] += ": this model does not keep them apart, so each row holds one document"
+                prepared = data.arrange(recipe, documents, evaluated, tokenizer, packing=False)
+        num_rows = len(prepared.training)
+        num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
+        facts = preview.facts(recipe, documents, prepared) | facts
+        print_plan(screen, recipe, facts, num_steps, micro_rows, folder)
+        preview.show(screen, prepared.training, tokenizer, 1, preview.SHOWN_CHARACTERS)
+        if processes.is_main_process:
+            write_dropped(prepared.dropped, folder)
 
         def samples() -> list[str]:
             ask = (accelerator, wrapped, tokenizer)
-            return [evaluation.answer(*ask, chat, recipe.eval.sample_tokens) for chat in prepared.questions]
+            return [evaluation.answer(*ask, sample.prompt, recipe.eval.sample_tokens) for sample in prepared.samples]
 
         with metrics.Metrics(folder, screen, num_steps) as log:
             before = samples()
@@ -80,8 +95,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:
-            print_samples(screen, prepared.questions, before, after)
-            reply = ask_saved(folder / "model", prepared.questions)
+            print_samples(screen, prepared.samples, before, after)
+            reply = ask_saved(folder / "model", prepared.samples[0].question if prepared.samples else "Hello")
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
             screen.print(f"every step's numbers: {folder / 'metrics.jsonl'}")
             screen.print(f"[bold green]done[/]  the model lies in {folder / 'model'}")
@@ -101,7 +116,7 @@ def fit(
     from gearbox import backend, data, evaluation, optim
 
     rows = prepared.training
-    order = data.Order(len(rows), recipe.batch.rows, recipe.train.seed)
+    order = data.order(recipe, rows)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
 
     def look(step: int) -> None:
@@ -150,11 +165,23 @@ def train_step(accelerator: Any, model: Any, optimizer: Any, batch: Any, max_gra
     return accelerator.reduce(total, "sum").item(), grad_norm
 
 
+def neighbours_seen(accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
+    """How far packed documents see each other in a batch of the shape that is trained: 0, if all is well."""
+    from gearbox import data, loss
+
+    batch = rows.batch(data.fullest_rows(rows, micro_rows))
+    batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    return accelerator.gather(loss.leak(model, batch, num_tokens)[None]).max().item()
+
+
 def rehearsed(recipe: Recipe) -> Recipe:
     """The recipe with what a laptop lacks replaced: weights by random ones, data of the hub by the built-in tasks."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
-    if recipe.data.path != BUILTIN_TASKS and not recipe.data.path.endswith(LOCAL_ENDINGS):
-        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto"})
+    paths = [source.path for source in recipe.data.sources]
+    if not all(map(is_local, paths)):
+        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
+    if recipe.eval.path is not None and ("data" in changes or not is_local(recipe.eval.path)):
+        changes["eval"] = recipe.eval.model_copy(update={"path": None})
     return recipe.model_copy(update=changes)
 
 
@@ -213,16 +240,20 @@ def claim_folder(parent: Path, name: str) -> Path:
         raise UserError(f"run.dir: {parent} cannot be written: {error.strerror}") from None
 
 
+def write_dropped(dropped: list[Any], folder: Path) -> None:
+    """List the documents that are not trained, so that none is lost in silence."""
+    if dropped:
+        lines = [json.dumps({"place": entry.place, "reason": entry.reason}) + "\n" for entry in dropped]
+        (folder / "dropped.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
 def print_plan(
-    screen: Any, recipe: Recipe, facts: dict[str, str], prepared: Any, num_steps: int, micro_rows: int, folder: Path
+    screen: Any, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
 ) -> None:
-    batch, rows = recipe.batch, prepared.training
+    batch = recipe.batch
     num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
     shown = {
         "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
-        "data": f"{recipe.data.path}: {len(rows.documents):,} documents in {len(rows):,} rows of {batch.row_tokens} "
-        f"tokens, {rows.filled:.0%} filled; {len(prepared.held_out.documents):,} held out, "
-        f"{prepared.dropped:,} without a target",
         "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows"
         + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
@@ -234,15 +265,10 @@ def print_plan(
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
 
-def print_samples(screen: Any, questions: list[list[dict[str, str]]], before: list[str], after: list[str]) -> None:
-    for chat, first, second in zip(questions, before, after, strict=True):
-        asked, right = _first(chat, "user"), _first(chat, "assistant")
-        screen.print(f"[cyan]question[/] {_short(asked)}\n  [cyan]before[/] {_short(first)}\n   [cyan]after[/] "
-                     f"{_short(second)}\n   [cyan]right[/] {_short(right)}")  # fmt: skip
-
-
-def _first(chat: list[dict[str, str]], role: str) -> str:
-    return next(turn["content"] for turn in chat if turn["role"] == role)
+def print_samples(screen: Any, samples: list[Any], before: list[str], after: list[str]) -> None:
+    for sample, first, second in zip(samples, before, after, strict=True):
+        parts = {"question": sample.question, "  before": first, "   after": second, "   right": sample.answer}
+        screen.print("\n".join(f"[cyan]{name}[/] {_short(text)}" for name, text in parts.items()))
 
 
 def _short(text: str) -> str:
@@ -250,9 +276,8 @@ def _short(text: str) -> str:
     return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
 
 
-def ask_saved(folder: Path, questions: list[list[dict[str, str]]]) -> str:
+def ask_saved(folder: Path, question: str) -> str:
     """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
-    question = _first(questions[0], "user") if questions else "Hello"
     inherited = (
         "RANK",
         "WORLD_SIZE",

@@ -1,10 +1,14 @@
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+# What tests tokenize is kept for the other tests of this run and nobody else.
+CACHE = tempfile.TemporaryDirectory(prefix="gearbox-tests-")
 os.environ.update(
+    HF_DATASETS_CACHE=CACHE.name,
     OMP_NUM_THREADS="1",
     DS_ACCELERATOR="cpu",
     CUDA_VISIBLE_DEVICES="",

@@ -1,75 +1,172 @@
 """Guards the way from documents to batches: nothing lost, nothing seen twice, nothing seen by a neighbour."""
 
-import json
+from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gearbox import data
-from gearbox.config import ROOT, Data, UserError
-from gearbox.data import IGNORED, Document, Order, Rows, chain_hash, deal, make_step, pack, tokenize
+from documents import Made, random_documents
+from gearbox.config import UserError
+from gearbox.data import IGNORED, SLOTS, Order, chain_hash, cut, deal, fullest_rows, make_step, pack
 
-HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hé €  \n"}]
-BYE = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "bye"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7) -> list[Document]:
-    draw = np.random.default_rng(seed)
-    return [Document(draw.integers(4, 90, n), draw.random(n) < supervised) for n in lengths]
+def rows_of(members: np.ndarray, starts: np.ndarray) -> list[list[int]]:
+    return [members[a:b].tolist() for a, b in pairwise(starts)]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_packing_loses_nothing_and_leaves_little_room(seed):
-    row_tokens = 512
-    lengths = np.random.default_rng(seed).lognormal(4.5, 1.0, 2000).astype(int).clip(1, row_tokens).tolist()
-    rows = pack(lengths, row_tokens)
+# --------------------------------------------------------------------------- packing
+
+
+@given(LENGTHS, st.integers(40, 64))
+def test_packing_loses_and_doubles_nothing(lengths, row_tokens):
+    rows = rows_of(*pack(np.array(lengths), row_tokens))
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert max(sum(lengths[i] for i in row) for row in rows) <= row_tokens
-    assert sum(lengths) / (len(rows) * row_tokens) >= 0.95
+    assert all(rows) and max(sum(lengths[i] for i in row) for row in rows) <= row_tokens
 
 
-def test_without_packing_each_document_has_its_row():
-    rows = Rows(random_documents([3, 9, 5]), 10, 0, packing=False)
-    assert rows.rows == [[0], [1], [2]] and rows.filled == 17 / 30
+@given(LENGTHS)
+def test_packing_is_best_fit_longest_first(lengths):
+    """Against the definition: each piece goes to the fullest row that has room for it, and opens one if none has."""
+    filled: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [used for used in filled if used + length <= 40]
+        if fitting:
+            filled.remove(max(fitting))
+        filled.append((max(fitting) if fitting else 0) + length)
+    rows = rows_of(*pack(np.array(lengths), 40))
+    assert sorted(sum(lengths[i] for i in row) for row in rows) == sorted(filled)
+
+
+@pytest.mark.parametrize("row_tokens", [512, 2048])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_a_long_tailed_set_are_full(seed, row_tokens):
+    lengths = np.random.default_rng(seed).lognormal(4.5, 1.0, 5000).astype(int).clip(1, row_tokens)
+    rows = rows_of(*pack(lengths, row_tokens))
+    full = [sum(lengths[i] for i in row) / row_tokens >= 0.95 for row in rows]
+    assert np.mean(full) > 0.99, "95 % or more of each row; one row is left over at the end"
+
+
+@given(LENGTHS, st.integers(8, 40), st.sampled_from(["truncate", "split", "drop"]))
+def test_cutting_loses_and_doubles_nothing(lengths, row_tokens, long):
+    made = random_documents(lengths)
+    pieces = cut(made, row_tokens, [long])
+    assert pieces.length.max(initial=0) <= row_tokens
+    found = {}
+    for document, start, length, targets in zip(*vars(pieces).values(), strict=True):
+        assert start == len(found.setdefault(document, []))
+        found[document] += made.tokens(document)[start : start + length].tolist()
+        assert targets == made.supervised(document)[start + 1 : start + length].sum()
+    for document, length in enumerate(lengths):
+        kept = {"truncate": row_tokens, "split": length, "drop": length if length <= row_tokens else 0}[long]
+        assert found.get(document, []) == made.tokens(document)[:kept].tolist()
+    assert list(zip(pieces.document, pieces.start, strict=True)) == sorted(
+        zip(pieces.document, pieces.start, strict=True)
+    )
+
+
+@given(LENGTHS, st.booleans())
+def test_every_token_is_in_the_batches_once(lengths, packing):
+    made = random_documents(lengths)
+    rows = made.rows(40, packing=packing)
+    seen = Counter()
+    for row in range(len(rows)):
+        batch = rows.batch([row])
+        inside = batch["document_ids"] >= 0
+        seen.update(zip(batch["document_ids"][inside].tolist(), batch["input_ids"][inside].tolist(), strict=True))
+        assert rows.targets[row] == (batch["labels"] != IGNORED).sum()
+        assert rows.num_tokens[row] == inside.sum()
+    assert seen == Counter((i, token) for i in range(len(made)) for token in made.tokens(i).tolist())
 
 
 def test_labels_and_positions_stay_inside_their_document():
-    rows = Rows(random_documents([5, 7, 3, 6, 2, 9], supervised=0.6), 16, pad_token=1, packing=True)
+    made = random_documents([5, 7, 3, 6, 2, 9], supervised=0.6)
+    rows = made.rows(16, pad_token=1)
     batch = rows.batch([*range(len(rows)), None])
     assert {(tuple(tensor.shape), tensor.dtype) for tensor in batch.values()} == {((len(rows) + 1, 16), torch.int64)}
-    for i, members in enumerate([*rows.rows, []]):
+    for i, members in enumerate([*(rows.row(row) for row in range(len(rows))), []]):
         columns = []  # token, position, label, document
         for index in members:
-            tokens, trained = rows.documents[index].tokens.tolist(), rows.documents[index].supervised
+            tokens, trained = made.tokens(index).tolist(), made.supervised(index)
             labels = [tokens[t] if trained[t] else IGNORED for t in range(1, len(tokens))] + [IGNORED]
             columns += zip(tokens, range(len(tokens)), labels, [index] * len(tokens), strict=True)
         columns += [(1, position, IGNORED, -1) for position in range(16 - len(columns))]
         names = ("input_ids", "position_ids", "labels", "document_ids")
         assert torch.stack([batch[name][i] for name in names], 1).tolist() == [list(column) for column in columns]
-    assert rows.targets.tolist() == (batch["labels"][:-1] != IGNORED).sum(1).tolist()
+
+
+def test_what_is_padding_is_told_by_its_place_not_by_its_token():
+    """A tokenizer whose pad token is its end of turn: the end of turn is still a target."""
+    end = 2
+    made = Made([[5, 6, end], [7, end]], [[0, 1, 1], [0, 1]])
+    labels = made.rows(8, pad_token=end).batch([0])["labels"]
+    assert labels.tolist() == [[6, end, IGNORED, end, IGNORED, IGNORED, IGNORED, IGNORED]]
+
+
+def test_without_packing_a_batch_is_as_wide_as_its_longest_document():
+    rows = random_documents([3, 9, 5]).rows(64, packing=False)
+    assert [row.tolist() for row in (rows.row(0), rows.row(1), rows.row(2))] == [[0], [1], [2]]
+    assert rows.batch([0, 2])["input_ids"].shape == (2, 8)
+    assert rows.batch([0, 1, None])["input_ids"].shape == (3, 16)
+    assert "position_ids" not in rows.batch([0])
+
+
+def test_groups_do_not_share_a_row():
+    made = random_documents([4] * 10)
+    rows = made.rows(16, group=np.array([0, 1] * 5))
+    assert rows.group_sizes == [2, 2] and len(rows) == 4
+    assert [{i % 2 for i in rows.row(row).tolist()} for row in range(4)] == [{0}, {0}, {1}, {1}]
+
+
+def test_the_fullest_rows_are_those_with_most_documents():
+    rows = random_documents([16, 2, 3, 4, 5, 15]).rows(16)
+    chosen = fullest_rows(rows, 2)
+    assert len(rows.row(chosen[0])) == 4 and fullest_rows(rows, 5)[-2:] == [None, None]
+
+
+# --------------------------------------------------------------------------- order
+
+
+@settings(deadline=None)
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
+def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
+    lengths = np.arange(num_rows) * 7 % 11 if by_length else None
+    order = Order([num_rows], rows_per_step, seed, lengths=lengths)
+    num_steps = -(-2 * num_rows // rows_per_step)
+    hashes = set()
+    for ranks in (1, 2, 3, 4, 8):
+        for micro_rows in (1, 2, 4):
+            consumed, chain = [], ""
+            for step in range(num_steps):
+                row_ids = order.step(step)
+                shares = [deal(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
+                dealt = [row for share in shares for micro in share for row in micro if row is not None]
+                assert Counter(dealt) == Counter(row_ids)
+                consumed += row_ids
+                chain = chain_hash(chain, row_ids)
+            for epoch in range(2):
+                assert sorted(consumed[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+            hashes.add(chain)
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 64])
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_step_is_dealt_once_and_in_equal_shapes(ranks, micro_rows, num_rows):
-    row_ids = list(range(100, 100 + num_rows))
-    dealt = [deal(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
-    assert sorted(row for share in dealt for micro in share for row in micro if row is not None) == row_ids
+def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
+    dealt = [deal(list(range(num_rows)), rank, ranks, micro_rows) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
     assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round is all empty"
 
 
 def test_a_step_counts_the_whole_on_every_rank():
-    rows = Rows(random_documents([5, 7, 3, 6, 2, 9, 16]), 16, 0, packing=True)
+    rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
     shares = [make_step(rows, row_ids, rank, 2, 1) for rank in range(2)]
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
@@ -78,16 +175,50 @@ def test_a_step_counts_the_whole_on_every_rank():
     assert sum(int((micro["document_ids"] >= 0).sum()) for micro in micro_batches) == shares[0].num_tokens
 
 
-def test_an_epoch_is_a_permutation_drawn_from_seed_and_epoch():
-    epochs = [[Order(50, 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
-    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+def test_epochs_and_seeds_have_other_permutations():
+    epochs = [[Order([50], 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(map(tuple, epochs))) == 4
 
 
-def test_the_rows_of_a_step_depend_on_nothing_before_it():
-    order = Order(23, 6, 5)
+@pytest.mark.parametrize("shares", [None, [3.0, 1.0]])
+def test_the_rows_of_a_step_depend_on_nothing_before_it(shares):
+    sizes = [23] if shares is None else [23, 9]
+    order = Order(sizes, 6, 5, shares)
     steps = [order.step(step) for step in range(60)]
-    assert Order(23, 6, 5).step(57) == steps[57] and order.step(3) == steps[3]
+    assert Order(sizes, 6, 5, shares).step(57) == steps[57] and order.step(3) == steps[3]
+
+
+@given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4))
+def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(weights):
+    sizes = [7, 30, 4, 11][: len(weights)]
+    order = Order(sizes, 10, 0, weights)
+    rows = [order.row(position) for position in range(SLOTS)]
+    groups = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    for group, weight in enumerate(weights):
+        share = weight / sum(weights)
+        taken = np.cumsum(groups == group)
+        assert np.abs(taken - share * np.arange(1, SLOTS + 1)).max() <= 2.5
+        of_group = [row for row, g in zip(rows, groups, strict=True) if g == group]
+        for epoch in range(len(of_group) // sizes[group]):
+            assert len({*of_group[epoch * sizes[group] : (epoch + 1) * sizes[group]]}) == sizes[group]
+
+
+def test_a_weight_that_would_never_be_used_is_refused():
+    with pytest.raises(UserError, match="leave a source less than one row in 1,000"):
+        Order([5, 5], 2, 0, [1e-6, 1.0])
+
+
+def test_rows_of_similar_length_come_together():
+    lengths = np.random.default_rng(0).integers(1, 1000, 640)
+    sorted_steps, shuffled = (Order([640], 8, 0, lengths=given_lengths) for given_lengths in (lengths, None))
+
+    def padding(order):
+        widths = [lengths[order.step(step)] for step in range(80)]
+        return 1 - sum(w.sum() for w in widths) / sum(8 * w.max() for w in widths)
+
+    assert padding(sorted_steps) < 0.03 < 0.3 < padding(shuffled)
+    firsts = [lengths[sorted_steps.step(step)].mean() for step in range(50)]
+    assert firsts != sorted(firsts), "short and long steps are mixed"
 
 
 def test_the_hash_chain_tells_every_order_apart():
@@ -99,120 +230,3 @@ def test_the_hash_chain_tells_every_order_apart():
 
     assert chain([1, 2], [3]) == chain([1, 2], [3])
     assert len({chain([1, 2], [3]), chain([2, 1], [3]), chain([1, 2, 3]), chain([3], [1, 2]), chain([3])}) == 5
-
-
-@pytest.mark.parametrize(
-    ("record", "supervise", "trained"),
-    [
-        ({"messages": HI + BYE}, "assistant", "hé €  \n<|end|>bye<|end|>"),
-        ({"messages": [{"role": "system", "content": "s"}, *BYE, *HI]}, "assistant", "bye<|end|>hé €  \n<|end|>"),
-        ({"messages": BYE}, "all", "<|user|>b<|end|><|assistant|>bye<|end|>"),
-        ({"instruction": "q", "input": "i", "output": "o"}, "assistant", "o<|end|>"),
-        ({"instruction": "q", "input": "i", "output": "o"}, "all", "<|user|>q\n\ni<|end|><|assistant|>o<|end|>"),
-        ({"instruction": "q", "input": "", "output": "o"}, "all", "<|user|>q<|end|><|assistant|>o<|end|>"),
-        ({"text": "plain é"}, "assistant", "plain é<|end|>"),
-    ],
-)
-def test_the_right_tokens_are_trained(tokenizer, record, supervise, trained):
-    document = tokenize(record, tokenizer, Data(path="x", supervise=supervise), 256, "x:1")
-    assert tokenizer.decode(document.tokens[document.supervised]) == trained
-
-
-def test_line_breaks_that_a_template_puts_around_turns_are_not_trained():
-    spaced = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
-    spaced.chat_template = spaced.chat_template.replace("|>", "|>\n")
-    document = tokenize({"messages": HI + BYE}, spaced, Data(path="x"), 256, "x:1")
-    assert spaced.decode(document.tokens) == "<|user|>\nhi<|end|>\n<|assistant|>\nhé €  \n<|end|>\n" + (
-        "<|user|>\nb<|end|>\n<|assistant|>\nbye<|end|>\n"
-    )
-    assert spaced.decode(document.tokens[document.supervised]) == "hé €  \n<|end|>bye<|end|>"
-
-
-@pytest.mark.parametrize("record", [{"messages": HI + BYE}, {"text": "a longer text"}])
-def test_a_long_document_is_cut_at_the_end(tokenizer, record):
-    whole, cut = (tokenize(record, tokenizer, Data(path="x"), length, "x:1") for length in (256, 9))
-    assert len(cut.tokens) == len(cut.supervised) == 9 < len(whole.tokens)
-    assert (cut.tokens == whole.tokens[:9]).all() and (cut.supervised == whole.supervised[:9]).all()
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    changing = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
-    content = "message['content'] if loop.last or message['role'] == 'user' else message['content'].split('>')[-1]"
-    changing.chat_template = tokenizer.chat_template.replace("message['content']", f"({content})")
-    chat = [HI[0], {"role": "assistant", "content": "thought>answer"}, *BYE]
-    with pytest.raises(UserError, match="x:3: the chat template changes earlier turns"):
-        tokenize({"messages": chat}, changing, Data(path="x"), 256, "x:3")
-    assert tokenize({"messages": BYE}, changing, Data(path="x"), 256, "x:3").supervised.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl:3: is not JSON"),
-        ("a.json", "[1,", "a.json: is not JSON"),
-        ("a.json", '{"text": "a"}', "a.json: must hold a list of documents, found dict"),
-        ("a.jsonl", '{"text": "a"}\n5\n', "a.jsonl, document 2: must be an object with fields, found int"),
-        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "a.jsonl, document 2: the field 'text' is missing or empty; the "
-         "fields are ['txt']"),
-        ("a.jsonl", '{"instruction": "a"}\n', "a.jsonl, document 1: the field 'output' is missing or empty"),
-        ("a.jsonl", '{"messages": []}\n', "a.jsonl, document 1: the field 'messages' is missing or empty"),
-        ("a.jsonl", '{"messages": ["a"]}\n', "a.jsonl, document 1: "),
-        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "none of the 1 documents"),
-        ("a.txt", " \n\n \n", "none of the 0 documents"),
-    ],
-)  # fmt: skip
-def test_bad_records_are_named_by_their_place(tokenizer, tmp_path, name, text, said):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError) as caught:
-        data.prepare(Data(path=str(tmp_path / name)), tokenizer, 64, 0.0, 0)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_copy_of_a_held_out_document_is_trained_on_in_whatever_order(tokenizer, tmp_path):
-    records = [{"text": f"document {i % 60}"} for i in range(180)] + [{"messages": HI + BYE}] * 2
-    splits = []
-    for order in (records, records[::-1]):
-        path = tmp_path / "data.jsonl"
-        path.write_text("\n".join(map(json.dumps, order)))
-        prepared = data.prepare(Data(path=str(path)), tokenizer, 64, 0.3, 2)
-        both = (prepared.training, prepared.held_out)
-        sides = [[document.tokens.tobytes() for document in rows.documents] for rows in both]
-        assert not set(sides[0]) & set(sides[1]) and min(map(len, sides)) > 20
-        assert len(sides[0]) + len(sides[1]) == len(records)
-        splits.append([sorted(side) for side in sides])
-    assert splits[0] == splits[1]
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ({"instruction": 5, "output": "x"}, "the field 'instruction' must be text, found 5"),
-        ({"messages": "hello"}, "the field 'messages' must be a list of turns"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "the first turn is the assistant's"),
-    ],
-)
-def test_fields_of_the_wrong_shape_are_named(record, said):
-    with pytest.raises(UserError, match=said):
-        data.to_messages(record, "auto", "f.jsonl, document 1")
-
-
-def test_a_line_of_jsonl_may_hold_any_unicode(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
-    assert data.read_documents(Data(path=str(tmp_path / "a.jsonl"))) == [{"text": "a\u2028b\x85c"}]
-
-
-def test_a_real_instruction_file():
-    """About 1,000 Alpaca records: none lost, each answer supervised to its end."""
-    path = ROOT.parent / "shared" / "data" / "alpaca_en_demo.json"
-    if not path.is_file():
-        pytest.skip(f"the Alpaca sample {path.name} is not on this machine")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
-    prepared = data.prepare(Data(path=str(path)), tokenizer, 4096, 0.02, 2)
-    documents = [*prepared.training.documents, *prepared.held_out.documents]
-    records = json.loads(path.read_text())
-    assert len(documents) + prepared.dropped == len(records) > 900
-    answers = {record["output"].strip() for record in records}
-    for document in documents[:50]:
-        answer = tokenizer.decode(document.tokens[document.supervised])
-        assert len(document.tokens) == 4096 or answer.removesuffix("<|end|>").strip() in answers
-    assert prepared.training.filled > 0.9

@@ -16,7 +16,13 @@ SIDEWAYS = {
     ("model", "loss"): "a model is loaded with its loss installed",
     ("backend", "gear"): "the engine runs what the gear asks for",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
-    ("data", "tasks"): "the built-in data, imported only where it is asked for",
+    ("sources", "tasks"): "the built-in data, imported only where it is asked for",
+    ("supervision", "forms"): "a chat is what the one makes of a record and the other of a chat",
+    ("corpus", "sources"): "records are read",
+    ("corpus", "forms"): "and understood",
+    ("corpus", "supervision"): "and tokenized, here in one pass",
+    ("preview", "data"): "it shows what was prepared",
+    ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
 LIGHT = ["command", "config", "gear"]
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
@@ -61,7 +67,7 @@ def test_parts_import_config_alone_but_for_reasons():
     }
     assert sideways == set(SIDEWAYS)
     assert not any(name.startswith("gearbox") for name in imported(PARTS["config"]))
-    top_level = ast.Module([node for node in PARTS["data"].body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+    top_level = ast.Module([n for n in PARTS["sources"].body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     assert "gearbox.tasks" not in imported(top_level)
 
 
@@ -85,7 +91,9 @@ def test_engines_are_named_in_gear_and_backend_alone():
     assert {name for name in imported(PARTS["evaluation"]) if "accelerate" in name} == {"accelerate.utils.broadcast"}
 
 
-@pytest.mark.parametrize("part", ["data", "model", "loss", "optim", "tasks"])
+@pytest.mark.parametrize(
+    "part", ["data", "model", "loss", "optim", "tasks", "sources", "forms", "supervision", "preview"]
+)
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()
     assert not any(name.startswith("torch.distributed") for name in imported(PARTS[part]))

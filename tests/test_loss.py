@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -11,8 +10,9 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from documents import Made, random_documents
 from gearbox import loss
-from gearbox.data import IGNORED, Document, Rows
+from gearbox.data import IGNORED
 
 VOCABULARY = 193
 SMALL = {
@@ -84,8 +84,9 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch,
         assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
 
     with torch.no_grad():
-        found, hits = installed(**batch)
-        assert torch.allclose(found, expected, rtol=1e-5)
+        each, hits = installed(**batch)
+        assert torch.allclose(each.sum(), expected, rtol=1e-5) and each.shape == batch["labels"].shape
+        assert not each[batch["labels"] == IGNORED].any()
         assert torch.equal(hits, logits.argmax(-1) == batch["labels"])
         best = batch | {"labels": logits.argmax(-1)}
         assert installed(**best)[1].all()
@@ -147,22 +148,22 @@ def test_the_full_logits_are_never_made(monkeypatch, training):
 
 @pytest.fixture(params=["sdpa", "eager"])
 def packed(request):
-    """A model, and seven documents in two rows with their logits."""
-    draw = np.random.default_rng(0)
-    documents = [Document(draw.integers(1, VOCABULARY, n), draw.random(n) < 0.7) for n in (9, 5, 12, 4, 15, 10, 3)]
-    return make("Llama", request.param).eval(), documents
+    """A model, and seven documents in two rows."""
+    made = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY)
+    assert len(made.rows(32)) == 2
+    return make("Llama", request.param).eval(), made
 
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return model(input_ids=batch["input_ids"], position_ids=batch.get("position_ids"), use_cache=False).logits
 
 
 def test_documents_of_a_row_do_not_see_each_other(packed):
-    model, documents = packed
-    batch = Rows(documents, 32, 0, packing=True).batch([0, 1])
+    model, made = packed
+    batch = made.rows(32).batch([0, 1])
     usual = logits_of(model, batch)
-    for index in range(len(documents)):
+    for index in range(len(made)):
         inside = batch["document_ids"] == index
         changed = batch | {"input_ids": torch.where(inside, (batch["input_ids"] + 7) % VOCABULARY, batch["input_ids"])}
         moved = (logits_of(model, changed) - usual).abs().amax(-1)
@@ -170,14 +171,61 @@ def test_documents_of_a_row_do_not_see_each_other(packed):
         assert moved[inside].min() > 1e-2
 
 
-def test_a_packed_document_has_the_loss_it_has_alone(packed):
-    model, documents = packed
+def whole(model: torch.nn.Module, made: Made, row_tokens: int, packing: bool) -> tuple[torch.Tensor, dict]:
+    """The loss of each document, and the gradient of their sum, in one batch."""
+    rows = made.rows(row_tokens, packing=packing)
+    batch = rows.batch(list(range(len(rows))))
+    documents = batch.pop("document_ids")
+    with torch.no_grad():
+        each, _ = model(**batch)
+    model.zero_grad()
+    model(**batch).backward()
+    return torch.stack([each[documents == index].sum() for index in range(len(made))]), gradients(model)
 
-    def losses(row_tokens: int, packing: bool) -> torch.Tensor:
-        rows = Rows(documents, row_tokens, 0, packing)
-        batch = rows.batch(list(range(len(rows))))
-        each = F.cross_entropy(logits_of(model, batch).transpose(1, 2), batch["labels"], reduction="none")
-        return torch.stack([each[batch["document_ids"] == index].sum() for index in range(len(documents))])
 
-    together, alone = losses(32, packing=True), losses(15, packing=False)
+def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_time(packed):
+    model, made = packed
+    loss.install(model)
+    together, of_all = whole(model, made, 32, packing=True)
+    padded, of_padded = whole(model, made, 15, packing=False)
+    model.zero_grad()
+    alone = []
+    for index in range(len(made)):
+        one = Made([made.tokens(index).tolist()], [made.supervised(index).tolist()]).rows(15, packing=False).batch([0])
+        one.pop("document_ids")
+        alone.append(model(**one))
+        alone[-1].backward()
+    one_at_a_time = gradients(model)
+    alone = torch.stack(alone).detach()
     assert (together - alone).abs().max() < 1e-5 * alone.max()
+    assert (padded - alone).abs().max() < 1e-5 * alone.max()
+    for name, gradient in one_at_a_time.items():
+        largest = gradient.abs().max()
+        assert (of_all[name] - gradient).abs().max() < 1e-5 * largest, name
+        assert (of_padded[name] - gradient).abs().max() < 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_probe_sees_whether_documents_see_each_other(attention):
+    model = make("Llama", attention)
+    batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1, None])
+    loss.install(model)
+    assert loss.leak(model, batch, VOCABULARY) < 1e-5
+    assert model.training
+    unseparated = batch | {"position_ids": torch.arange(32).expand(3, -1)}
+    assert loss.leak(model, unseparated, VOCABULARY) > 1e-2
+    alone = random_documents([30, 32]).rows(32).batch([0, 1])
+    assert loss.leak(model, alone | {"position_ids": torch.arange(32).expand(2, -1)}, VOCABULARY) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("Lfm2", {"layer_types": ["conv", "full_attention"]}), ("Mamba", {"state_size": 4})],
+)
+def test_the_probe_sees_what_runs_through_a_row_whatever_the_positions_say(family, settings):
+    """Convolutions and states along the row, which these families do not restart."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**SMALL | settings))
+    loss.install(model)
+    batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1])
+    assert loss.leak(model, batch, VOCABULARY) > 0.1

@@ -29,6 +29,16 @@ def is_rehearsal() -> bool:
     return not torch.cuda.is_available()
 
 
+def is_first() -> bool:
+    """Whether this is rank 0 of the run; known before there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_node() -> bool:
+    """Whether this is the first rank on its machine, which does what need be done there once."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def num_idle_gpus() -> int:
     """GPUs of this machine that no rank of this run uses."""
     return torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -6,16 +6,38 @@ Nothing here imports torch, so a misspelt key is reported in well under a second
 from __future__ import annotations
 
 import difflib
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN_TASKS = "builtin:tasks"
-LOCAL_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
+LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+Role = Literal["system", "user", "assistant", "tool"]
+# What a row may hold, by the form it is of; the first form whose required fields (the first tuple) are there is it.
+FORMS = {
+    "messages": (("messages",), ("tools",)),
+    "conversations": (("conversations",), ("system", "tools")),
+    "instruction": (("instruction", "output"), ("input", "system")),
+    "prompt": (("prompt", "completion"), ("system", "tools")),
+    "text": (("text",), ()),
+}
+TURN_FIELDS = ("role", "content", "from", "value")
 
 
 class UserError(Exception):
@@ -39,8 +61,19 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
+    known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
+    for name in fields:
+        if name not in known:
+            raise ValueError(
+                f"{name!r} is no field of a form{nearest(name, known) or '; they are ' + ', '.join(known)}"
+            )
+    return fields
+
+
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
+Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
 
 
 class Group(BaseModel):
@@ -75,24 +108,67 @@ class Adapter(Group):
     """Modules to adapt: all-linear (every linear layer but the output head) or a list of names."""
 
 
-class Data(Group):
+class Source(Group):
     path: str
-    """A .json, .jsonl, .parquet, .csv or .txt file, a dataset id of the hub, or builtin:tasks."""
+    """As data.path."""
+    weight: Float | None = Field(None, gt=0)
+    """Share of the rows of every step, relative to the other weights; null: all rows once an epoch. All or none."""
+    split: str | None = None
+    """As data.split, which is the default."""
+    fields: Fields | None = None
+    """As data.fields, which is the default."""
+
+
+class Data(Group):
+    path: Annotated[
+        Annotated[str, Tag("path")] | Annotated[list[Source], Tag("list"), Field(min_length=1)],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "path"),
+    ]
+    """A .jsonl, .json, .parquet, .csv or .txt file, a folder or glob of them, a dataset saved by `datasets`, a hub
+    dataset's id, or builtin:tasks; or a list of {path, weight, split, fields}."""
     split: str = "train"
-    """Split of a hub dataset; slices such as train[:5%] are allowed."""
-    form: Literal["auto", "messages", "instruction", "text"] = "auto"
-    """Fields of a document: messages (role, content), instruction (instruction, input, output), or text."""
-    supervise: Literal["assistant", "all"] = "assistant"
-    """Which tokens of a chat are trained: the assistant's turns and their end, or everything."""
+    """Split of a hub or saved dataset; slices such as train[:5%] are allowed for hub datasets."""
+    form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
+    """Form of the rows; auto tells it by their fields: messages (role, content), conversations (from, value),
+    instruction (input, output), prompt (completion), text. Tool calls: tools beside messages or conversations."""
+    fields: Fields = {}
+    """Other names of fields, such as {instruction: question, output: answer}; null passes over a field."""
+    roles: dict[str, Role] = {}
+    """Other names of roles, such as {bot: assistant}."""
+    chat_template: str | None = None
+    """A file with a chat template (Jinja); null takes the tokenizer's own. It is saved with the model."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Trained turns of a chat, with the end of each: the assistant's, the last of them, or all but tool results."""
+    long: Literal["auto", "truncate", "split", "drop"] = "auto"
+    """A document longer than a row: cut off its end, cut it into pieces, or drop it; auto splits text, cuts chats."""
+    text_unit: Literal["paragraph", "line", "file"] = "paragraph"
+    """What a document of a .txt file is; paragraphs are parted by blank lines."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """stop ends the run at the first row that cannot be used; skip leaves such rows out and lists them in the run."""
     packing: bool = True
-    """Fill each row with several documents that cannot see each other; false: one document a row."""
+    """Fill each row with several documents that cannot see each other; false: one a row, batches of similar length."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """data.path as a list, each with its split and fields."""
+        listed = [Source(path=self.path)] if isinstance(self.path, str) else self.path
+        defaults = {"split": self.split, "fields": self.fields}
+        return [s.model_copy(update={k: v for k, v in defaults.items() if getattr(s, k) is None}) for s in listed]
+
+    @field_validator("path")
+    @classmethod
+    def _all_weighted_or_none(cls, path: str | list[Source]) -> str | list[Source]:
+        weighted = [source.weight is not None for source in path] if isinstance(path, list) else []
+        if any(weighted) and not all(weighted):
+            raise ValueError("give a weight to every source or to none")
+        return path
 
 
 class Batch(Group):
     rows: Int = Field(ge=1)
     """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
     row_tokens: Int = Field(ge=8)
-    """Tokens of a row; a longer document is cut."""
+    """Tokens of a row; data.long says what becomes of a longer document."""
     micro_rows: Int = Field(1, ge=1)
     """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
 
@@ -140,7 +216,9 @@ class Eval(Group):
     every: Int = Field(0, ge=0)
     """Steps between two evaluations; 0 evaluates only at the start and the end."""
     fraction: Float = Field(0.02, ge=0, lt=1)
-    """Share of the documents held out, chosen by a hash of their content; 0 switches evaluation off."""
+    """Share of the documents held out, chosen by a hash of their content; 0 holds none out."""
+    path: str | None = None
+    """Documents to evaluate on, read like data.path, instead of a fraction; copies of them are not trained on."""
     samples: Int = Field(2, ge=0)
     """Held-out questions that are answered before and after the training, to be read."""
     sample_tokens: Int = Field(48, ge=1)
@@ -175,6 +253,8 @@ class Recipe(Group):
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be below train.steps ({self.train.steps})"
             )
+        if self.train.epochs is not None and self.data.sources[0].weight is not None:
+            raise ValueError("train.epochs: weighted sources end at different times: give train.steps instead")
         return self
 
     @property
@@ -249,7 +329,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
 def _missing_files(recipe: Recipe) -> list[str]:
     """What looks like a local path must be there; a name such as `org/model` is left to the hub."""
     problems = []
-    name, path = recipe.model.name, recipe.data.path
+    name = recipe.model.name
     looks_local = name.startswith((".", "/", "~", "models/", "recipes/", "runs/"))
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -259,12 +339,38 @@ def _missing_files(recipe: Recipe) -> list[str]:
         problems.append(
             f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}"
         )
-    if path != BUILTIN_TASKS and not Path(path).is_file():
-        if path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")):
-            problems.append(f"data.path: there is no file {path!r}")
-        elif path.startswith("builtin:"):
-            problems.append(f"data.path: {path!r} is unknown; the only built-in data is {BUILTIN_TASKS}")
-    return problems if not recipe.run.rehearse else [p for p in problems if p.startswith("data.")]
+    for path in [source.path for source in recipe.data.sources]:
+        problems += _missing_data("data.path", path)
+    if recipe.eval.path is not None:
+        problems += _missing_data("eval.path", recipe.eval.path)
+    if recipe.data.chat_template is not None and not Path(recipe.data.chat_template).is_file():
+        problems.append(f"data.chat_template: there is no file {recipe.data.chat_template!r}")
+    return problems if not recipe.run.rehearse else [p for p in problems if not p.startswith("model.")]
+
+
+def _missing_data(key: str, path: str) -> list[str]:
+    if path == BUILTIN_TASKS or matches(path):
+        return []
+    if path.startswith("builtin:"):
+        return [f"{key}: {path!r} is unknown; the only built-in data is {BUILTIN_TASKS}"]
+    if any(letter in path for letter in "*?["):
+        return [f"{key}: no file matches {path!r}"]
+    if is_local(path) or path.count("/") > 1:
+        return [f"{key}: there is no file {path!r}"]
+    return []
+
+
+def matches(path: str) -> list[Path]:
+    """The file or folder of that name, or what a glob finds, sorted."""
+    expanded = Path(path).expanduser()
+    return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  of any root
+
+
+def is_local(path: str) -> bool:
+    """Whether data.path speaks of this machine, and not of the hub."""
+    return (
+        path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
+    )
 
 
 def recipe_keys() -> list[str]:
@@ -287,13 +393,15 @@ def nearest(word: str, known: list[str]) -> str:
 
 def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"] if isinstance(part, str | int)]
+    in_source = location[:3] == ["data", "path", "list"]
+    if location[:2] == ["data", "path"]:
+        del location[2:3]  # the name of the alternative, which the user has not written
     key, found = ".".join(location), item["input"]
     if item["type"] == "extra_forbidden":
         name = location[-1]
         exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
-        siblings = (
-            list(Recipe.model_fields) if len(location) == 1 else _fields(Recipe.model_fields[location[0]].annotation)
-        )
+        group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
+        siblings = _fields(group)
         return f"{key}: there is no such key{_did_you_mean(exact) or nearest(name, siblings)}"
     if item["type"] == "missing":
         return f"{key}: is required"

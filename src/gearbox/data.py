@@ -1,211 +1,198 @@
-"""From documents to batches. The rows of step s are a pure function of (data, seed, s).
+"""From tokenized documents to batches. The rows of step s are a pure function of (data, seed, s).
 
-A document is one record of the data; a row is one packed sequence of `batch.row_tokens` tokens.
-Shapes: B rows of a micro batch, T = row_tokens.
+A document is one record of the data; a piece is what a row holds of it (all of it, unless it is longer than a row);
+a row is one packed sequence of `batch.row_tokens` tokens.
+Shapes: B rows of a micro batch, T tokens of a row.
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
-import json
+import re
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from gearbox.config import BUILTIN_TASKS, Data, UserError, accumulation
+from gearbox.config import Data, Recipe, UserError, accumulation
 
 IGNORED = -100  # a target that is not trained; the value torch's cross entropy skips
+WIDTH_STEP = 8  # rows of one document each are padded to a multiple of this: GPUs multiply such shapes faster
+GROUP_STEPS = 50  # steps within which rows of one document each are sorted by length
+SLOTS = 1000  # the shares of weighted sources are kept to within one row of so many
+
+
+class Documents(Protocol):
+    """What rows are made of: token ids [n] int32 and flags of supervision [n] int8, by number."""
+
+    def tokens(self, document: int) -> np.ndarray: ...
+
+    def supervised(self, document: int) -> np.ndarray: ...
+
+
+# --------------------------------------------------------------------------- pieces
 
 
 @dataclass(frozen=True)
-class Document:
-    tokens: np.ndarray
-    """Token ids, [n]."""
-    supervised: np.ndarray
-    """True where the token is one to predict, [n]."""
+class Pieces:
+    """[n] arrays, one entry a piece, in order of the documents."""
+
+    document: np.ndarray
+    start: np.ndarray
+    """First token of the piece in its document."""
+    length: np.ndarray
+    targets: np.ndarray
+    """Supervised tokens but for the piece's first one, which has nothing before it."""
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def where(self, chosen: np.ndarray) -> Pieces:
+        return Pieces(self.document[chosen], self.start[chosen], self.length[chosen], self.targets[chosen])
 
 
-# --------------------------------------------------------------------------- reading
-
-
-def read_documents(data: Data) -> list[dict[str, Any]]:
-    """The records of data.path, each a mapping. Raises UserError for what cannot be read."""
-    if data.path == BUILTIN_TASKS:
-        from gearbox import tasks  # the built-in data is data too
-
-        return tasks.documents()
-    path = Path(data.path)
-    try:
-        if path.suffix == ".txt":
-            return [{"text": text} for text in path.read_text(encoding="utf-8").split("\n\n") if text.strip()]
-        if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8").split("\n")
-            return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-        if path.suffix == ".json":
-            records = _parse(path.read_text(encoding="utf-8"), str(path))
-            if not isinstance(records, list):
-                raise UserError(f"{path}: must hold a list of documents, found {type(records).__name__}")
-            return records
-        import datasets
-
-        if path.suffix in (".parquet", ".csv"):
-            return datasets.load_dataset(path.suffix[1:], data_files=str(path), split="train").to_list()
-        return datasets.load_dataset(data.path, split=data.split).to_list()
-    except UserError:
-        raise
-    except Exception as error:  # every kind of reader and network error ends here, with its own words
-        raise UserError(f"data.path: {data.path!r} (split {data.split!r}) cannot be read: {_one_line(error)}") from None
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: is not JSON: {error}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def to_messages(record: dict[str, Any], form: str, where: str) -> list[dict[str, str]] | str:
-    """The chat of a record, or its text when it is plain text."""
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: must be an object with fields, found {type(record).__name__}")
-    if form == "auto":
-        form = "messages" if "messages" in record else "instruction" if "instruction" in record else "text"
-    required = {"messages": ["messages"], "instruction": ["instruction", "output"], "text": ["text"]}[form]
-    for field in required:
-        if not record.get(field):
-            raise UserError(f"{where}: the field {field!r} is missing or empty; the fields are {sorted(record)}")
-    for field in [*required, *(["input"] if form == "instruction" and record.get("input") else [])]:
-        if form != "messages" and not isinstance(record[field], str):
-            raise UserError(f"{where}: the field {field!r} must be text, found {record[field]!r}")
-    if form == "text":
-        return record["text"]
-    if form == "instruction":
-        question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
-        return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
-    chat = record["messages"]
-    turns_are_text = isinstance(chat, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in chat
+def cut(corpus: Any, row_tokens: int, long: list[str]) -> Pieces:
+    """The pieces of all documents; `long` says for each origin what becomes of a document longer than a row."""
+    whole = corpus.lengths <= row_tokens
+    found = [(int(i), start) for i in np.flatnonzero(~whole) for start in _starts(corpus, int(i), row_tokens, long)]
+    document = np.concatenate([np.flatnonzero(whole), np.array([i for i, _ in found], np.int64)])
+    start = np.concatenate([np.zeros(whole.sum(), np.int64), np.array([start for _, start in found], np.int64)])
+    targets = [int(corpus.supervised(i)[start + 1 : start + row_tokens].sum()) for i, start in found]
+    pieces = Pieces(
+        document,
+        start,
+        np.minimum(corpus.lengths[document] - start, row_tokens),
+        np.concatenate([corpus.targets[whole], np.array(targets, np.int64)]),
     )
-    if not turns_are_text:
-        raise UserError(f"{where}: the field 'messages' must be a list of turns with the texts 'role' and 'content'")
-    if chat[0]["role"] == "assistant":
-        raise UserError(f"{where}: the first turn is the assistant's; there is nothing that it answers")
-    return chat
+    return pieces.where(np.lexsort((start, document)))
 
 
-# --------------------------------------------------------------------------- tokens
-
-
-def tokenize(record: dict[str, Any], tokenizer: Any, data: Data, row_tokens: int, where: str) -> Document:
-    """Tokens of one record and which of them are trained, cut to row_tokens."""
-    chat = to_messages(record, data.form, where)
-    if isinstance(chat, str):
-        text_tokens = [*tokenizer(chat, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id][:row_tokens]
-        return Document(np.array(text_tokens), np.ones(len(text_tokens), bool))
-    if tokenizer.chat_template is None:
-        raise UserError(f"{where}: is a chat, but the tokenizer has no chat template; name an instruction-tuned model")
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        spans = [_assistant_span(chat, turn, text, tokenizer, where) for turn in _assistant_turns(chat)]
-    except UserError:
-        raise
-    except Exception as error:  # the template is a program of somebody else's
-        raise UserError(f"{where}: the chat template refuses this chat: {_one_line(error)}") from None
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = np.array(encoded["input_ids"][:row_tokens])
-    starts = np.array([start for start, _ in encoded["offset_mapping"][:row_tokens]])
-    if data.supervise == "all":
-        return Document(tokens, np.ones(len(tokens), bool))
-    supervised = np.zeros(len(tokens), bool)
-    for first, end in spans:
-        supervised |= (starts >= first) & (starts < end)
-    return Document(tokens, supervised)
-
-
-def _assistant_turns(chat: list[dict[str, str]]) -> list[int]:
-    return [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-
-
-def _assistant_span(chat: list, turn: int, text: str, tokenizer: Any, where: str) -> tuple[int, int]:
-    """Characters [first, end) of one assistant turn and its end-of-turn token in the rendered chat."""
-    before = tokenizer.apply_chat_template(chat[:turn], tokenize=False, add_generation_prompt=True)
-    after = tokenizer.apply_chat_template(chat[: turn + 1], tokenize=False)
-    if not (text.startswith(after) and after.startswith(before)):
-        raise UserError(
-            f"{where}: the chat template changes earlier turns when a later one follows; its mask is unsafe"
-        )
-    return len(before), len(after.rstrip())
+def _starts(corpus: Any, document: int, row_tokens: int, long: list[str]) -> range:
+    policy = long[corpus.origin[document]]
+    stop = {"drop": 0, "truncate": 1, "split": int(corpus.lengths[document])}[policy]
+    return range(0, stop, row_tokens)
 
 
 # --------------------------------------------------------------------------- rows
 
 
-def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
-    """Documents of each row: best fit, longest first. Each document lands in exactly one row, whole."""
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted by room
-    for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect.bisect_left(open_rows, (lengths[document], -1))
-        if at == len(open_rows):
-            room, row = row_tokens, len(rows)
-            rows.append([])
+def pack(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best fit, longest first: each piece in exactly one row, whole.
+
+    Returns the pieces in order of the rows, and where each row begins in that order, [num_rows + 1].
+    """
+    row_of = np.empty(len(lengths), np.int64)
+    room_of: list[int] = []
+    open_rows: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # by the room that is left
+    rooms: list[int] = []  # that some open row has left, sorted
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            room, row = row_tokens, len(room_of)
+            room_of.append(row_tokens)
         else:
-            room, row = open_rows.pop(at)
-        rows[row].append(document)
-        if room > lengths[document]:
-            bisect.insort(open_rows, (room - lengths[document], row))
-    return rows
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                rooms.pop(at)
+        row_of[piece] = row
+        if room > length:
+            if not open_rows[room - length]:
+                bisect.insort(rooms, room - length)
+            open_rows[room - length].append(row)
+    sizes = np.bincount(row_of, minlength=len(room_of)) if len(lengths) else np.empty(0, np.int64)
+    return np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)])
 
 
 class Rows:
-    """Packed rows, with documents isolated by position ids that restart; no attention mask is needed."""
+    """Rows of pieces. Packed ones are isolated by position ids that restart; no attention mask is needed."""
 
-    def __init__(self, documents: list[Document], row_tokens: int, pad_token: int, packing: bool) -> None:
-        self.documents = documents
-        self.row_tokens = row_tokens
-        self.pad_token = pad_token
-        lengths = [len(document.tokens) for document in documents]
-        self.rows = pack(lengths, row_tokens) if packing else [[i] for i in range(len(documents))]
-        # The first token of a document has nothing before it and is never a target.
-        self.targets = np.array([sum(int(documents[i].supervised[1:].sum()) for i in row) for row in self.rows])
-        self.filled = sum(lengths) / max(1, len(self.rows) * row_tokens)
+    def __init__(
+        self,
+        documents: Documents,
+        pieces: Pieces,
+        row_tokens: int,
+        pad_token: int,
+        packing: bool = True,
+        group: np.ndarray | None = None,
+    ) -> None:
+        """`group` [n]: pieces of different groups do not share a row; rows are numbered group by group."""
+        self.documents, self.pieces = documents, pieces
+        self.row_tokens, self.pad_token, self.packing = row_tokens, pad_token, packing
+        groups = np.zeros(len(pieces), np.int64) if group is None else group
+        members, starts, self.group_sizes = [], [0], []
+        for number in range(int(groups.max(initial=0)) + 1):
+            of_group = np.flatnonzero(groups == number)
+            if packing:
+                order, row_starts = pack(pieces.length[of_group], row_tokens)
+            else:
+                order, row_starts = np.arange(len(of_group)), np.arange(len(of_group) + 1)
+            members.append(of_group[order])
+            starts += (row_starts[1:] + starts[-1]).tolist()
+            self.group_sizes.append(len(row_starts) - 1)
+        self.members, self.starts = np.concatenate(members), np.array(starts)
+        self.num_tokens = _sums(pieces.length[self.members], self.starts)
+        self.targets = _sums(pieces.targets[self.members], self.starts)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.starts) - 1
+
+    @property
+    def num_documents(self) -> int:
+        return len(np.unique(self.pieces.document))
+
+    @property
+    def filled(self) -> float:
+        """Share of the rows' room that holds tokens."""
+        return float(self.num_tokens.sum()) / max(1, len(self) * self.row_tokens)
+
+    def row(self, row_id: int) -> np.ndarray:
+        """The pieces of a row, in order."""
+        return self.members[self.starts[row_id] : self.starts[row_id + 1]]
 
     def batch(self, row_ids: list[int | None]) -> dict[str, torch.Tensor]:
         """input_ids, position_ids, labels and document_ids, each [B, T] int64; None makes a row without targets.
 
-        labels[t] is the token to predict from position t, or IGNORED. Padding counts as a document of its own.
+        labels[t] is the token to predict from position t, or IGNORED. document_ids are pieces, and -1 in the padding,
+        which position_ids count as a piece of its own. Without packing there are no position_ids, and T is only as
+        long as the longest row needs.
         """
-        shape = (len(row_ids), self.row_tokens)
+        width = self.row_tokens
+        if not self.packing:
+            longest = max((int(self.num_tokens[i]) for i in row_ids if i is not None), default=1)
+            width = min(width, -(-longest // WIDTH_STEP) * WIDTH_STEP)
+        shape = (len(row_ids), width)
         batch = {
             "input_ids": np.full(shape, self.pad_token),
-            "position_ids": np.zeros(shape, int),
             "labels": np.full(shape, IGNORED),
             "document_ids": np.full(shape, -1),
         }
+        positions = np.tile(np.arange(width), (len(row_ids), 1))
         for i, row_id in enumerate(row_ids):
             at = 0
-            for index in self.rows[row_id] if row_id is not None else ():
-                tokens, supervised = self.documents[index].tokens, self.documents[index].supervised
-                span = slice(at, at + len(tokens))
-                batch["input_ids"][i, span] = tokens
-                batch["position_ids"][i, span] = np.arange(len(tokens))
-                batch["labels"][i, at : at + len(tokens) - 1] = np.where(supervised[1:], tokens[1:], IGNORED)
-                batch["document_ids"][i, span] = index
-                at += len(tokens)
-            batch["position_ids"][i, at:] = np.arange(self.row_tokens - at)
+            for piece in self.row(row_id) if row_id is not None else ():
+                start, length = int(self.pieces.start[piece]), int(self.pieces.length[piece])
+                document = int(self.pieces.document[piece])
+                tokens = self.documents.tokens(document)[start : start + length]
+                supervised = self.documents.supervised(document)[start : start + length]
+                batch["input_ids"][i, at : at + length] = tokens
+                batch["labels"][i, at : at + length - 1] = np.where(supervised[1:], tokens[1:], IGNORED)
+                batch["document_ids"][i, at : at + length] = piece
+                positions[i, at : at + length] = np.arange(length)
+                at += length
+            positions[i, at:] = np.arange(width - at)
+        if self.packing:
+            batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Of the values of each row, [num_rows]; no row is empty."""
+    return np.add.reduceat(values, starts[:-1]) if len(starts) > 1 else np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -222,21 +209,80 @@ class Step:
 
 
 class Order:
-    """Which rows belong to step s: an epoch's permutation, drawn from (seed, epoch), read position by position."""
+    """Which rows belong to step s, read position by position.
 
-    def __init__(self, num_rows: int, rows_per_step: int, seed: int) -> None:
-        self.num_rows, self.rows_per_step, self.seed = num_rows, rows_per_step, seed
-        self._epoch, self._permutation = -1, np.empty(0, int)
+    Each group of rows (one, unless sources have weights) has its own epochs, an epoch being a permutation drawn from
+    (seed, epoch); `shares` deals the positions out to the groups, evenly all along. With `lengths` of the rows, rows
+    of similar length come in the same step.
+    """
+
+    def __init__(
+        self,
+        group_sizes: list[int],
+        rows_per_step: int,
+        seed: int,
+        shares: list[float] | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        self.rows_per_step, self.seed, self.lengths = rows_per_step, seed, lengths
+        self.group_sizes, self.group_firsts = group_sizes, np.cumsum([0, *group_sizes]).tolist()
+        self.slots = _slots(shares or [1.0] * len(group_sizes))
+        self.turns = [int((self.slots[:i] == group).sum()) for i, group in enumerate(self.slots)]
+        self.counts = np.bincount(self.slots, minlength=len(group_sizes))
+        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
 
     def row(self, position: int) -> int:
-        epoch, offset = divmod(position, self.num_rows)
-        if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        return int(self._permutation[offset])
+        cycle, slot = divmod(position, len(self.slots))
+        group = int(self.slots[slot])
+        epoch, offset = divmod(cycle * int(self.counts[group]) + self.turns[slot], self.group_sizes[group])
+        return self.group_firsts[group] + int(self._permutation(group, epoch)[offset])
+
+    def _permutation(self, group: int, epoch: int) -> np.ndarray:
+        if self._epochs.get(group, (-1,))[0] != epoch:
+            draw = np.random.default_rng([self.seed, epoch, group] if group else [self.seed, epoch])
+            order = draw.permutation(self.group_sizes[group])
+            if self.lengths is not None:
+                order = self._by_length(order, self.lengths[self.group_firsts[group] :], draw)
+            self._epochs[group] = (epoch, order)
+        return self._epochs[group][1]
+
+    def _by_length(self, order: np.ndarray, lengths: np.ndarray, draw: Any) -> np.ndarray:
+        """Sorted within some steps' worth of rows, and those steps shuffled again."""
+        window = GROUP_STEPS * self.rows_per_step
+        steps = []
+        for first in range(0, len(order), window):
+            rows = order[first : first + window]
+            rows = rows[np.argsort(lengths[rows], kind="stable")]
+            cuts = [rows[i : i + self.rows_per_step] for i in range(0, len(rows), self.rows_per_step)]
+            whole = [cut for cut in cuts if len(cut) == self.rows_per_step]
+            steps += [whole[i] for i in draw.permutation(len(whole))] + cuts[len(whole) :]
+        return np.concatenate(steps) if steps else order
 
     def step(self, step: int) -> list[int]:
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
+
+
+def order(recipe: Recipe, rows: Rows) -> Order:
+    """The order of a recipe's rows."""
+    weights = [source.weight for source in recipe.data.sources]
+    shares = [weight for weight in weights if weight is not None] or None
+    lengths = None if rows.packing else rows.num_tokens
+    return Order(rows.group_sizes, recipe.batch.rows, recipe.train.seed, shares, lengths)
+
+
+def _slots(shares: list[float]) -> np.ndarray:
+    """The group of each position of a cycle: every group as often as its share says, spread evenly."""
+    if len(shares) == 1:
+        return np.zeros(1, np.int64)
+    exact = np.array(shares) / sum(shares) * SLOTS
+    counts = np.floor(exact).astype(int)
+    for group in np.argsort(counts - exact, kind="stable")[: SLOTS - counts.sum()]:
+        counts[group] += 1
+    if not counts.all():
+        raise UserError(f"data.path: the weights {shares} leave a source less than one row in {SLOTS:,}")
+    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return np.repeat(np.arange(len(shares)), counts)[np.argsort(places, kind="stable")]
 
 
 def deal(row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> list[list[int | None]]:
@@ -252,9 +298,15 @@ def make_step(rows: Rows, row_ids: list[int], rank: int, data_parallel: int, mic
     return Step(
         micro_batches=[rows.batch(micro) for micro in deal(row_ids, rank, data_parallel, micro_rows)],
         num_targets=int(rows.targets[row_ids].sum()),
-        num_tokens=sum(len(rows.documents[i].tokens) for row in row_ids for i in rows.rows[row]),
+        num_tokens=int(rows.num_tokens[row_ids].sum()),
         row_ids=row_ids,
     )
+
+
+def fullest_rows(rows: Rows, num_rows: int) -> list[int | None]:
+    """Those that share their room with most others, for a look at how well pieces are isolated; None fills up."""
+    most = np.argsort(-np.diff(rows.starts), kind="stable")[:num_rows].tolist()
+    return [*most, *[None] * (num_rows - len(most))]
 
 
 def chain_hash(previous: str, row_ids: list[int]) -> str:
@@ -266,54 +318,135 @@ def chain_hash(previous: str, row_ids: list[int]) -> str:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A held-out question to put to the model, and its right answer."""
+
+    question: str
+    prompt: list[int]
+    """Tokens up to the answer."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class Dropped:
+    place: str
+    """file:line"""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Prepared:
     training: Rows
     held_out: Rows
-    questions: list[list[dict[str, str]]]
-    """Chats of held-out documents, for the samples that people read."""
-    dropped: int
-    """Documents without a single target after cutting."""
+    samples: list[Sample]
+    dropped: list[Dropped]
+    """Rows of the files that are neither trained nor held out."""
+    num_read: int
+    num_truncated: int
+    num_split: int
+    num_duplicates: int
+    """Documents whose tokens another one before it has too."""
 
 
-def prepare(data: Data, tokenizer: Any, row_tokens: int, held_out_fraction: float, num_questions: int) -> Prepared:
-    """Read, tokenize, split by content and pack. Raises UserError where nothing is left to train on."""
-    records = read_documents(data)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    training: list[Document] = []
-    held_out: list[Document] = []
-    questions: list[list[dict[str, str]]] = []
-    dropped = 0
-    for number, record in enumerate(records, 1):
-        where = f"{data.path}, document {number}"
-        document = tokenize(record, tokenizer, data, row_tokens, where)
-        if not document.supervised[1:].any():
-            dropped += 1
-        elif _held_out(document.tokens, held_out_fraction):
-            held_out.append(document)
-            chat = to_messages(record, data.form, where)
-            if len(questions) < num_questions and not isinstance(chat, str) and _is_question_and_answer(chat):
-                questions.append(chat)
-        else:
-            training.append(document)
-    if not training:
-        raise UserError(
-            f"data.path: none of the {len(records)} documents of {data.path!r} has a token to train on within "
-            f"batch.row_tokens={row_tokens}"
-        )
+def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing: bool) -> Prepared:
+    """Cut the documents, hold some out and pack the rest. `evaluated`, like `corpus`, is that of eval.path, or None.
+
+    Raises UserError where nothing is left to train on.
+    """
+    data, batch, evaluation = recipe.data, recipe.batch, recipe.eval
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad_token = next(token for token in pads if token is not None)
+    long = _policies(corpus, data)
+    pieces = cut(corpus, batch.row_tokens, long)
+    dropped = [Dropped(corpus.origins[origin].place(number), reason) for origin, number, reason in corpus.bad]
+    dropped += _without_a_piece(corpus, pieces)
+    pieces = pieces.where(pieces.targets > 0)
+    hashes = _hashes(corpus, pieces)
+    is_used = np.zeros(len(corpus), bool)
+    is_used[pieces.document] = True
+    if evaluated is None:
+        is_held_out = hashes < np.uint64(evaluation.fraction * 2**64)
+        held_corpus, held_pieces = corpus, pieces.where(is_held_out[pieces.document])
+    else:
+        held_corpus, held_pieces = evaluated, cut(evaluated, batch.row_tokens, _policies(evaluated, data))
+        held_pieces = held_pieces.where(held_pieces.targets > 0)
+        is_held_out = np.isin(hashes, _hashes(evaluated, held_pieces)[held_pieces.document])
+        copies = np.flatnonzero(is_used & is_held_out).tolist()
+        dropped += [Dropped(corpus.place(document), "also in eval.path") for document in copies]
+    trained = pieces.where(~is_held_out[pieces.document])
+    group = None
+    if data.sources[0].weight is not None:
+        group = corpus.source[trained.document]
+    for number, source in enumerate(data.sources):
+        if not len(trained) or (group is not None and number not in group):
+            raise UserError(
+                f"data.path: {source.path!r} leaves nothing to train on within batch.row_tokens={batch.row_tokens}: "
+                f"{len(corpus) + len(corpus.bad):,} documents read, {int((is_used & is_held_out).sum()):,} held out, "
+                + told(dropped)
+            )
+    is_long = is_used & (corpus.lengths > batch.row_tokens)
+    is_split = np.array([policy == "split" for policy in long])[corpus.origin]
+    rest = (batch.row_tokens, pad_token, packing)
     return Prepared(
-        training=Rows(training, row_tokens, pad, data.packing),
-        held_out=Rows(held_out, row_tokens, pad, data.packing),
-        questions=questions,
+        training=Rows(corpus, trained, *rest, group=group),
+        held_out=Rows(held_corpus, held_pieces, *rest),
+        samples=_samples(held_corpus, held_pieces, evaluation.samples),
         dropped=dropped,
+        num_read=len(corpus) + len(corpus.bad),
+        num_truncated=int((is_long & ~is_split).sum()),
+        num_split=int((is_long & is_split).sum()),
+        num_duplicates=int(is_used.sum()) - len(np.unique(hashes[is_used])),
     )
 
 
-def _is_question_and_answer(chat: list[dict[str, str]]) -> bool:
-    roles = [turn["role"] for turn in chat]
-    return "assistant" in roles and "user" in roles[: roles.index("assistant")]
+def told(dropped: list[Dropped]) -> str:
+    """How many were dropped and why, most frequent reason first; reasons that differ in numbers and names are one."""
+    kinds = Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
+    listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in kinds.most_common(5)]
+    more = [f"{len(kinds) - 5} more reasons"] if len(kinds) > 5 else []
+    return f"{len(dropped):,} dropped" + (f" ({'; '.join(listed + more)})" if dropped else "")
 
 
-def _held_out(tokens: np.ndarray, fraction: float) -> bool:
-    """By content, so that no copy of a held-out document is trained on."""
-    digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+def _policies(corpus: Any, data: Data) -> list[str]:
+    """For each origin: truncate, split or drop."""
+    auto = [("split" if summary.form == "text" else "truncate") for summary in corpus.summaries]
+    return auto if data.long == "auto" else [data.long] * len(auto)
+
+
+def _without_a_piece(corpus: Any, pieces: Pieces) -> list[Dropped]:
+    """The documents of which no piece has a target."""
+    has_piece, has_target = (np.zeros(len(corpus), bool) for _ in range(2))
+    has_piece[pieces.document] = True
+    has_target[pieces.document[pieces.targets > 0]] = True
+    dropped = []
+    for document in np.flatnonzero(~has_target).tolist():
+        if not has_piece[document]:
+            reason = "longer than a row"
+        else:
+            reason = "no supervised token" + (" before the cut" if corpus.targets[document] else "")
+        dropped.append(Dropped(corpus.place(document), reason))
+    return dropped
+
+
+def _hashes(corpus: Any, pieces: Pieces) -> np.ndarray:
+    """Of the tokens of each document that are used: two that differ behind the cut alone are the same."""
+    import xxhash
+
+    hashes = corpus.hashes.copy()
+    used = np.zeros(len(corpus), np.int64)
+    np.add.at(used, pieces.document, pieces.length)
+    for document in np.flatnonzero((used > 0) & (used < corpus.lengths)).tolist():
+        hashes[document] = xxhash.xxh3_64_intdigest(corpus.tokens(document)[: used[document]].tobytes())
+    return hashes
+
+
+def _samples(corpus: Any, pieces: Pieces, num_samples: int) -> list[Sample]:
+    """Of the questions that the corpus keeps, those of held-out documents whose prompt fits into a row."""
+    samples: list[Sample] = []
+    for kept in corpus.samples:
+        piece = np.flatnonzero((pieces.document == kept.document) & (pieces.start == 0))
+        if len(samples) < num_samples and len(piece):
+            length = int(pieces.length[piece[0]])
+            prompt = int(np.argmax(corpus.supervised(kept.document)[:length]))
+            samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))
+    return [sample for sample in samples if sample.prompt]

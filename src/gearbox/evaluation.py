@@ -32,25 +32,23 @@ def evaluate(accelerator: Any, model: torch.nn.Module, rows: Rows, rows_at_once:
             for micro in step.micro_batches:
                 batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
                 documents = batch.pop("document_ids")
-                loss, hits = model(**batch)
+                losses, hits = model(**batch)
                 target = batch["labels"] != IGNORED
                 num_documents = len(documents[documents >= 0].unique())
                 num_wrong = len(documents[target & ~hits].unique())
-                sums += torch.tensor([loss, target.sum(), num_documents - num_wrong, num_documents], device=sums.device)
+                sums += torch.tensor(
+                    [losses.sum(), target.sum(), num_documents - num_wrong, num_documents], device=sums.device
+                )
     model.train()
     total_loss, targets, exact, documents = accelerator.reduce(sums, "sum").tolist()
     return Evaluation(total_loss / max(1, targets), exact / max(1, documents))
 
 
-def answer(
-    accelerator: Any, model: torch.nn.Module, tokenizer: Any, chat: list[dict[str, str]], num_tokens: int
-) -> str:
-    """The greedy answer to a chat's first question, by all ranks in step, so that sharded models can give it."""
+def answer(accelerator: Any, model: torch.nn.Module, tokenizer: Any, prompt: list[int], num_tokens: int) -> str:
+    """The greedy answer to a prompt (token ids), by all ranks in step, so that sharded models can give it."""
     from accelerate.utils import broadcast
 
-    question = chat[: next(i for i, message in enumerate(chat) if message["role"] == "assistant")]
-    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"].to(accelerator.device)
+    tokens = torch.tensor([prompt], device=accelerator.device)
     first_new = tokens.shape[1]
     model.eval()
     with torch.no_grad():

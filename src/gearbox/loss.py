@@ -21,7 +21,8 @@ CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 ar
 def install(model: torch.nn.Module) -> None:
     """Let `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
 
-    Without gradients it returns a pair: that sum, and whether the most likely token is the target, [B, T] bool.
+    Without gradients it returns a pair: each token's loss, 0 where it is no target, and whether the most likely token
+    is the target, both [B, T]. Without position_ids each row is one document.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -36,11 +37,12 @@ def install(model: torch.nn.Module) -> None:
         if labels is None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = labels.shape
-        if flash:  # transformers recognises packed rows for flash attention at batch size 1 only
-            input_ids, inputs["position_ids"] = input_ids.view(1, -1), inputs["position_ids"].view(1, -1)
-        decoded = self.base_model(input_ids=input_ids, position_ids=inputs["position_ids"], use_cache=False)
+        positions = inputs.get("position_ids")
+        if flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
+            input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
+        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
         outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
-        return outcome if torch.is_grad_enabled() else (outcome[0], outcome[1].view(shape))
+        return outcome if torch.is_grad_enabled() else tuple(part.view(shape) for part in outcome)
 
     def head_forward(self: Any, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         if labels is None:
@@ -61,9 +63,9 @@ def install(model: torch.nn.Module) -> None:
         losses, hits = [], []
         for h, y in chunks:
             logits = chunk_logits(h)
-            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum"))
+            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="none"))
             hits.append(logits.argmax(-1) == y)
-        return torch.stack(losses).sum(), torch.cat(hits)
+        return torch.cat(losses), torch.cat(hits)
 
     core.forward = types.MethodType(forward, core)
     head.forward = types.MethodType(head_forward, head)
@@ -82,12 +84,31 @@ def check(model: torch.nn.Module, num_tokens: int, device: torch.device, toleran
         ours, _ = model(input_ids=tokens, position_ids=positions, labels=labels)
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     model.train()
-    theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
-    if not abs(ours.item() - theirs.item()) <= tolerance * abs(theirs.item()):
+    theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
+    if not abs(ours.sum().item() - theirs) <= tolerance * abs(theirs):
         raise UserError(
             f"model.name: this family shapes its logits in a way that Gearbox does not know: its own loss is "
-            f"{theirs.item():.5g}, ours {ours.item():.5g}; extend _logit_shape in src/gearbox/loss.py"
+            f"{theirs:.5g}, ours {ours.sum().item():.5g}; extend _logit_shape in src/gearbox/loss.py"
         )
+
+
+def leak(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
+    """How far documents see their neighbours: the largest change of a token's loss when another document changes, [].
+
+    `batch` is a packed one, in the shape that training uses and on the model's device. The first document of each row
+    gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it.
+    """
+    documents = batch["document_ids"]
+    changed = documents == documents[:, :1]
+    labels = torch.roll(batch["input_ids"], -1, 1).masked_fill(documents != torch.roll(documents, -1, 1), IGNORED)
+    inputs = {"position_ids": batch["position_ids"], "labels": labels}
+    others = torch.where(changed, (batch["input_ids"] + num_tokens // 2) % num_tokens, batch["input_ids"])
+    model.eval()
+    with torch.no_grad():
+        usual, _ = model(input_ids=batch["input_ids"], **inputs)
+        after, _ = model(input_ids=others, **inputs)
+    model.train()
+    return (usual - after).abs().masked_fill(changed | (documents < 0), 0).max()
 
 
 def _logit_shape(config: Any) -> tuple[float, float | None]:

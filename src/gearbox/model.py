@@ -26,14 +26,24 @@ TINY = ROOT / "recipes" / "tiny"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
-def load_tokenizer(model: Model, rehearse: bool) -> Any:
-    """The model's tokenizer; a rehearsal of a model that is not on this machine takes the one of recipes/tiny."""
+def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> Any:
+    """The model's tokenizer, with the chat template of that file if there is one.
+
+    A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    """
     try:
-        return AutoTokenizer.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
+        tokenizer = AutoTokenizer.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
     except Exception as error:
-        if rehearse:
-            return AutoTokenizer.from_pretrained(TINY)
-        raise unreachable(model.name, error) from None
+        if not rehearse:
+            raise unreachable(model.name, error) from None
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"model.name: {model.name!r} has a slow tokenizer, which cannot say where its tokens lie in the text"
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def load_config(model: Model, rehearse: bool) -> Any:

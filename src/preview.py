@@ -1,0 +1,49 @@
+"""See what a recipe trains on: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]
+
+--json: one line a document in file order, before packing, with input_ids and supervised (0 or 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from gearbox import command
+from gearbox.config import UserError, load_recipe
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UserError(f"usage: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]: {message}")
+
+
+def main(arguments: list[str]) -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
+    parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line")
+    options, ours = parser.parse_known_args(arguments)
+    recipe_path, overrides = command.split_arguments(ours)
+    recipe = load_recipe(recipe_path, overrides)
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from gearbox import corpus, data, model, preview
+
+    screen = Console(highlight=False, soft_wrap=True, stderr=options.json)
+    tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    documents, evaluated = corpus.of_recipe(recipe, tokenizer, tell=screen.print)
+    prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    if options.json:
+        for line in preview.lines(documents, prepared):
+            sys.stdout.write(json.dumps(line) + "\n")
+        return
+    preview.show(screen, prepared.training, tokenizer, options.rows)
+    for name, text in preview.facts(recipe, documents, prepared).items():
+        screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

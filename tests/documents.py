@@ -1,0 +1,39 @@
+"""Documents that are made up in memory, for tests that need rows and no files."""
+
+import numpy as np
+
+from gearbox.data import Pieces, Rows
+
+
+class Made:
+    """What `data.Rows` reads, out of lists."""
+
+    def __init__(self, tokens: list[list[int]], supervised: list[list[int]]) -> None:
+        self._tokens = [np.array(ids, np.int32) for ids in tokens]
+        self._supervised = [np.array(flags, np.int8) for flags in supervised]
+        self.lengths = np.array([len(ids) for ids in self._tokens], np.int64)
+        self.targets = np.array([int(flags[1:].sum()) for flags in self._supervised])
+        self.origin = np.zeros(len(self), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def tokens(self, document: int) -> np.ndarray:
+        return self._tokens[document]
+
+    def supervised(self, document: int) -> np.ndarray:
+        return self._supervised[document]
+
+    def pieces(self) -> Pieces:
+        return Pieces(np.arange(len(self)), np.zeros(len(self), np.int64), self.lengths, self.targets)
+
+    def rows(self, row_tokens: int, pad_token: int = 0, packing: bool = True, group=None) -> Rows:
+        return Rows(self, self.pieces(), row_tokens, pad_token, packing, group)
+
+
+def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7, vocabulary: int = 90) -> Made:
+    draw = np.random.default_rng(seed)
+    return Made(
+        [draw.integers(4, vocabulary, n).tolist() for n in lengths],
+        [(draw.random(n) < supervised).astype(int).tolist() for n in lengths],
+    )
