@@ -6,6 +6,7 @@ tokenizer and the versions. It lies in the cache of `datasets` (HF_DATASETS_CACH
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import heapq
 import json
@@ -32,7 +33,7 @@ from gearbox.forms import BadRow, Names
 from gearbox.sources import Bad, Origin, Record
 
 BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
-BATCH_DOCUMENTS = 256
+BATCH_DOCUMENTS = 64
 NO_NAMES = Names("text", {}, {})  # for records before the first mapping, which do not come as far as to need names
 NUM_SAMPLES = 64  # kept for people to read: those that any split holds out first
 
@@ -153,11 +154,13 @@ def _wait_for(folder: Path) -> None:
 
 def _key(found: list[Origin], data: Data, tokenizer: Any) -> str:
     """Of all that the documents depend on; what rows and splits are made of them is not among it."""
+    import xxhash
+
     modules = (forms, sources, supervision, sys.modules[__name__])
     parts = [
         *((origin.source, origin.fields, origin.content()) for origin in found),
         data.model_dump(include={"form", "roles", "supervise", "text_unit", "on_bad_row"}),
-        tokenizer.backend_tokenizer.to_str(),
+        xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
         [Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules],
@@ -365,7 +368,7 @@ _worker: Any = None  # in a process of the pool, which inherits it by the fork
 
 def _start_worker(work: _Worker) -> None:
     global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough
+    gc.disable()  # it would look through all that is inherited and copy it by that; what is made here has no cycles
     _worker = work
 
 
@@ -375,19 +378,20 @@ def _run_worker(batch: _Batch) -> _Outcome:
 
 def _in_order(work: _Worker, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
     """work(batch) for each batch, in order, by a process on each core; few are read ahead."""
-    first = next(batches, None)
-    second = next(batches, None)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores among them
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    if second is None or num_cores == 1:
-        yield from map(work, filter(None, chain((first, second), batches)))
+    first, second = next(batches, None), next(batches, None)
+    if first is None or second is None or num_cores == 1:
+        yield from map(work, filter(None, chain([first, second], batches)))
         return
+    work(first._replace(records=first.records[:1]))  # the processes inherit the template that this compiles
     waiting: deque[Future[_Outcome]] = deque()
     # By fork, as the tokenizer is in memory already: a fresh process would take seconds to come as far.
     with ProcessPoolExecutor(num_cores, get_context("fork"), _start_worker, (work,)) as pool:
         try:
-            for batch in filter(None, chain((first, second), batches)):
+            for batch in chain([first, second], batches):
                 waiting.append(pool.submit(_run_worker, batch))
-                if len(waiting) > 2 * num_cores:
+                if len(waiting) > 4 * num_cores:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

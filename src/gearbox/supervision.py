@@ -40,7 +40,12 @@ class Encoder:
         self.tokenizer, self.supervise = tokenizer, supervise
         specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self.templates: dict[bool, str] = {}
+        self.special_tokens = tokenizer.special_tokens_map
+        # Asked directly: a call of the tokenizer sets it up anew each time. Its file may ask for a cut or for padding.
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.templates: dict[bool, tuple[str, bool]] = {}
         self.shapes: set[tuple[Any, ...]] = set()
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | BadRow]:
@@ -67,38 +72,30 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         if texts and end is None:
             raise UserError("model.name: the tokenizer has no end-of-text token to part documents with")
-        for tokens in self._ids(texts, add_special_tokens=True)["input_ids"] if texts else ():
+        for encoding in self.backend.encode_batch(texts):
+            tokens = encoding.ids
             whole = np.array(tokens if tokens[-1:] == [end] else [*tokens, end], np.int32)
             yield Encoded(whole, np.ones(len(whole), np.int8))
 
     def _encode_rendered(self, rendered: list[tuple[str, list[Span]]]) -> Iterator[Encoded]:
-        encoded = self._ids([text for text, _ in rendered], return_offsets_mapping=True) if rendered else {}
-        for number, (text, spans) in enumerate(rendered):
-            tokens = np.array(encoded["input_ids"][number], np.int32)
-            places = np.array(encoded["offset_mapping"][number], np.int64).reshape(-1, 2)
-            edges = [edge for span in spans for edge in span]
-            if any(((places[:, 0] < edge) & (edge < places[:, 1])).any() for edge in edges):
+        encodings = self.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        for (text, spans), encoding in zip(rendered, encodings, strict=True):
+            places = [_tokens_of(encoding, span, text) for span in spans]
+            if None in places:
                 # A token reaches over the edge of a turn, which generation could never produce: cut the text there.
-                tokens, places = self._encode_pieces(text, sorted({0, *edges, len(text)}))
-            supervised = np.zeros(len(tokens), np.int8)
-            for first, end in spans:
-                supervised[(places[:, 0] >= first) & (places[:, 0] < end)] = 1
-            yield Encoded(tokens, supervised)
+                yield self._encode_pieces(text, spans)
+                continue
+            supervised = np.zeros(len(encoding.ids), np.int8)
+            for place in places:
+                supervised[slice(*place)] = 1  # type: ignore[misc]
+            yield Encoded(np.array(encoding.ids, np.int32), supervised)
 
-    def _encode_pieces(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        pairs = list(pairwise(cuts))
-        encoded = self._ids([text[first:end] for first, end in pairs], return_offsets_mapping=True)
-        places = [
-            np.array(found, np.int64).reshape(-1, 2) + first
-            for found, (first, _) in zip(encoded["offset_mapping"], pairs, strict=True)
-        ]
-        return np.concatenate([np.array(ids, np.int32) for ids in encoded["input_ids"]]), np.concatenate(places)
-
-    def _ids(self, texts: list[str], add_special_tokens: bool = False, **options: Any) -> Any:
-        return self.tokenizer(
-            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False,
-            verbose=False, **options,
-        )  # fmt: skip
+    def _encode_pieces(self, text: str, spans: list[Span]) -> Encoded:
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        pieces = [text[first:end] for first, end in pairwise(edges)]
+        tokens = [encoding.ids for encoding in self.backend.encode_batch(pieces, add_special_tokens=False)]
+        flags = [np.full(len(ids), number % 2, np.int8) for number, ids in enumerate(tokens)]
+        return Encoded(np.concatenate([np.array(ids, np.int32) for ids in tokens]), np.concatenate(flags))
 
     # ----------------------------------------------------------------------- characters
 
@@ -128,19 +125,19 @@ class Encoder:
         """The template's text and its generation markers, if it has any; `ask` adds the head of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._template(bool(tools))
-        marks = re.search(r"{%-?\s*generation\s*-?%}", template) is not None
+        template, marks = self._template(bool(tools))
         try:
             texts, marked = render_jinja_template(
                 [turns], tools=tools, chat_template=template, add_generation_prompt=ask,
-                return_assistant_tokens_mask=marks, **self.tokenizer.special_tokens_map,
+                return_assistant_tokens_mask=marks, **self.special_tokens,
             )  # fmt: skip
         except Exception as error:  # the template is a program of somebody else's
             said = " ".join(str(error).split())[:300]
             raise BadRow(f"the chat template refuses this chat: {said or type(error).__name__}") from None
         return texts[0], list(map(tuple, marked[0])) if marks else None
 
-    def _template(self, with_tools: bool) -> str:
+    def _template(self, with_tools: bool) -> tuple[str, bool]:
+        """The template, with its clock stopped, and whether it marks generations."""
         if with_tools not in self.templates:
             try:
                 template = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
@@ -149,7 +146,8 @@ class Encoder:
                     "model.name: these are chats, but the tokenizer has no chat template: name an instruction-tuned "
                     "model, or a template file in data.chat_template"
                 ) from None
-            self.templates[with_tools] = CLOCK.sub(lambda found: json.dumps(TODAY.strftime(found[2])), template)
+            template = CLOCK.sub(lambda found: json.dumps(TODAY.strftime(found[2])), template)
+            self.templates[with_tools] = template, re.search(r"{%-?\s*generation\s*-?%}", template) is not None
         return self.templates[with_tools]
 
     def _span(self, chat: Chat, turn: int, text: str, at_least: int) -> Span:
@@ -223,6 +221,23 @@ class Encoder:
 
 _LEFT_OUT = "the chat template leaves out"
 _OTHER_TEMPLATE = "name one that shows it in data.chat_template"
+
+
+def _tokens_of(encoding: Any, span: Span, text: str) -> tuple[int, int] | None:
+    """The tokens [first, end) that make up a span of the text; None if its edges are not edges of tokens.
+
+    A tokenizer that leaves blanks out of its offsets cannot say it of a span that begins or ends with one: None too.
+    """
+    first, end = span
+    if first == end:
+        return 0, 0
+    edges = []
+    for edge in (first, end):
+        token = encoding.char_to_token(edge) if edge < len(text) else len(encoding.ids)
+        if token is None or (edge < len(text) and encoding.token_to_chars(token)[0] < edge):
+            return None
+        edges.append(token)
+    return edges[0], edges[1]
 
 
 def _common(a: str, b: str) -> int:
