@@ -36,7 +36,8 @@ def write_documents(path: Path, num_documents: int) -> None:
 def start(path: Path, folder: Path) -> None:
     """Run the training script for one step and print what it took."""
     command = [
-        sys.executable, "-u", "src/train.py", "recipes/smollm2_135m.yaml", f"data.path={path}", f"run.dir={folder}/runs",
+        sys.executable, "-u", "src/train.py", "recipes/smollm2_135m.yaml", f"data.path={path}",
+        f"run.dir={folder}/runs",
         "run.rehearse=true", "batch.row_tokens=2048", "batch.rows=1", "train.steps=1", "schedule.warmup_steps=0",
         "eval.fraction=1e-6", "eval.samples=0",
     ]  # fmt: skip
@@ -77,7 +78,9 @@ def main(num_documents: int) -> None:
         folder = Path(scratch)
         path = folder / "documents.jsonl"
         write_documents(path, num_documents)
-        print(f"{num_documents:,} documents, {path.stat().st_size / 2**20:,.0f} MiB, {len(os.sched_getaffinity(0))} cores")
+        print(
+            f"{num_documents:,} documents, {path.stat().st_size / 2**20:,.0f} MiB, {len(os.sched_getaffinity(0))} cores"
+        )
         for name in ("first start", "second start"):
             print(name)
             start(path, folder)

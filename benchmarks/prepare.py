@@ -97,7 +97,11 @@ def main(path: str, num_runs: int) -> None:
         ratios = [a / b for a, b in zip(ours, rates, strict=True)]
         print(
             f"{way:<26}{statistics.median(rates):>10,.0f}  ({min(rates):,.0f} to {max(rates):,.0f})"
-            + (f"   gearbox is {statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})" if way != "gearbox" else "")
+            + (
+                f"   gearbox is {statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+                if way != "gearbox"
+                else ""
+            )
         )
 
 

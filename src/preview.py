@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         for line in preview.lines(documents, prepared):
             sys.stdout.write(json.dumps(line) + "\n")
         return
-    preview.show(screen, prepared.training, tokenizer, options.rows)
+    preview.show(screen, preview.first_documents(prepared.training, tokenizer, options.rows))
     for name, text in preview.facts(recipe, documents, prepared).items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 

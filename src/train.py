@@ -35,7 +35,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
-    from gearbox import backend, corpus, data, evaluation, loss, metrics, model, optim, preview
+    from gearbox import backend, corpus, data, evaluation, loss, metrics, model, optim, preview, report
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     # Before the process group exists: tokenizing may take longer than a collective may wait.
@@ -76,8 +76,9 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
         facts = preview.facts(recipe, documents, prepared) | facts
-        print_plan(screen, recipe, facts, num_steps, micro_rows, folder)
-        preview.show(screen, prepared.training, tokenizer, 1, preview.SHOWN_CHARACTERS)
+        facts = print_plan(screen, recipe, facts, num_steps, micro_rows, folder)
+        shown = preview.first_documents(prepared.training, tokenizer, 5)
+        preview.show(screen, shown[:1], preview.SHOWN_CHARACTERS)
         if processes.is_main_process:
             write_dropped(prepared.dropped, folder)
 
@@ -95,10 +96,12 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:
-            print_samples(screen, prepared.samples, before, after)
+            answered = samples_of(prepared.samples, before, after)
+            print_samples(screen, answered)
+            report.write(folder, facts, shown, answered)
             reply = ask_saved(folder / "model", prepared.samples[0].question if prepared.samples else "Hello")
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
-            screen.print(f"every step's numbers: {folder / 'metrics.jsonl'}")
+            screen.print(f"the run on a page: {folder / 'report.html'}; every step's numbers: metrics.jsonl")
             screen.print(f"[bold green]done[/]  the model lies in {folder / 'model'}")
 
 
@@ -249,7 +252,8 @@ def write_dropped(dropped: list[Any], folder: Path) -> None:
 
 def print_plan(
     screen: Any, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
-) -> None:
+) -> dict[str, str]:
+    """Say what will run; returns all that was said."""
     batch = recipe.batch
     num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
     shown = {
@@ -261,14 +265,22 @@ def print_plan(
     }
     if recipe.run.rehearse:
         shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
-    for name, text in (shown | facts | {"run": str(folder)}).items():
+    shown |= facts | {"run": str(folder)}
+    for name, text in shown.items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
+    return shown
 
 
-def print_samples(screen: Any, samples: list[Any], before: list[str], after: list[str]) -> None:
-    for sample, first, second in zip(samples, before, after, strict=True):
-        parts = {"question": sample.question, "  before": first, "   after": second, "   right": sample.answer}
-        screen.print("\n".join(f"[cyan]{name}[/] {_short(text)}" for name, text in parts.items()))
+def samples_of(samples: list[Any], before: list[str], after: list[str]) -> list[dict[str, str]]:
+    return [
+        {"question": sample.question, "before": first, "after": second, "right": sample.answer}
+        for sample, first, second in zip(samples, before, after, strict=True)
+    ]
+
+
+def print_samples(screen: Any, samples: list[dict[str, str]]) -> None:
+    for sample in samples:
+        screen.print("\n".join(f"[cyan]{name:>8}[/] {_short(text)}" for name, text in sample.items()))
 
 
 def _short(text: str) -> str:

@@ -46,7 +46,7 @@ def test_every_gear(shell, small, tmp_path, gear):
     folder = tmp_path / "runs" / f"tiny-{gear}"
     assert f"the model lies in {folder}/model" in last_line(outcome.stdout)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "metrics.jsonl", "model", "resolved.yaml", "tensorboard"
+        "base", "metrics.jsonl", "model", "report.html", "resolved.yaml", "tensorboard"
     ]  # fmt: skip
     ranks = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
     assert f"ranks{ranks:>20}" in outcome.stdout

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.text import Text
 
 from gearbox.config import Recipe
@@ -126,11 +127,18 @@ def lines(corpus: Any, prepared: Prepared) -> Iterator[dict[str, Any]]:
         }
 
 
-def show(screen: Any, rows: Rows, tokenizer: Any, num_documents: int, num_characters: int | None = None) -> None:
-    """Print the first documents, in order of the files."""
+def first_documents(rows: Rows, tokenizer: Any, num_documents: int) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Place and runs of the first pieces, in order of the files."""
+    return [
+        (rows.documents.place(int(rows.pieces.document[piece])), document(rows, piece, tokenizer))  # type: ignore[attr-defined]
+        for piece in range(min(num_documents, len(rows.pieces)))
+    ]
+
+
+def show(screen: Any, documents: list[tuple[str, list[tuple[str, bool]]]], num_characters: int | None = None) -> None:
+    """Print documents with what is supervised in them."""
     colours = bool(screen.color_system)
     how = "coloured" if colours else f"between {MARKS[0]} and {MARKS[1]}"
-    for piece in range(min(num_documents, len(rows.pieces))):
-        place = rows.documents.place(int(rows.pieces.document[piece]))  # type: ignore[attr-defined]
-        screen.print(f"[cyan]{place}[/]  supervised {how}:")
-        screen.print(styled(document(rows, piece, tokenizer), colours, num_characters))
+    for place, runs in documents:
+        screen.print(f"[cyan]{escape(place)}[/]  supervised {how}:")
+        screen.print(styled(runs, colours, num_characters))
