@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
 
-.PHONY: help setup train test lint format schema smollm2 image clean
+.PHONY: help setup train test lint bench format schema smollm2 image clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,13 +23,17 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
-test: $(STAMP)  ## all tests, about 15 minutes on 2 cores
+test: $(STAMP)  ## all tests, about 17 minutes on 2 cores
 	$(BIN)/pytest
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(STAMP) smollm2  ## how fast and in how much memory data is prepared; benchmarks/data.md has the figures, 12 minutes
+	$(BIN)/python benchmarks/prepare.py
+	$(BIN)/python benchmarks/million.py
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
             sys.stdout.write(json.dumps(line) + "\n")
         return
     preview.show(screen, preview.first_documents(prepared.training, tokenizer, options.rows))
-    for name, text in preview.facts(recipe, documents, prepared).items():
+    for name, text in preview.facts(recipe, documents, prepared, tokenizer).items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
 

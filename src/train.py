@@ -75,7 +75,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
                 prepared = data.arrange(recipe, documents, evaluated, tokenizer, packing=False)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
-        facts = preview.facts(recipe, documents, prepared) | facts
+        facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, recipe, facts, num_steps, micro_rows, folder)
         shown = preview.first_documents(prepared.training, tokenizer, 5)
         preview.show(screen, shown[:1], preview.SHOWN_CHARACTERS)

@@ -3,11 +3,14 @@
 import csv
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import datasets
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -159,7 +162,7 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     first = prepared.training.group_sizes[0]
     rows = [row for step in range(50) for row in order.step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
-    assert "75.0% of a step from" in preview.facts(recipe_of(path), found, prepared)["rows"]
+    assert "75.0% of a step from" in preview.facts(recipe_of(path), found, prepared, tokenizer)["rows"]
 
 
 def test_without_weights_sources_are_one_pool(tokenizer, tmp_path):
@@ -522,7 +525,7 @@ def test_evaluation_on_a_file_of_its_own(tokenizer, tmp_path):
     assert [(e.place, e.reason) for e in prepared.dropped] == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
     add_up(prepared)
     assert {sample.question for sample in prepared.samples} <= {"q3", "q4", "q99"} and prepared.samples
-    told = preview.facts(recipe_of(path), found, prepared)["documents"]
+    told = preview.facts(recipe_of(path), found, prepared, tokenizer)["documents"]
     assert told == "20 read = 18 trained + 0 held out + 2 dropped (2 also in eval.path); evaluated on 3 of eval.path"
 
 
@@ -534,6 +537,15 @@ def test_samples_are_held_out_questions_with_the_prompt_that_was_trained(tokeniz
     for sample in prepared.samples:
         assert int(sample.question[1:]) in held and sample.answer == sample.question.replace("q", "a")
         assert tokenizer.decode(sample.prompt) == f"<|user|>{sample.question}<|end|><|assistant|>"
+
+
+def test_a_template_without_an_end_of_turn_gets_a_hint(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", GOOD)
+    for ending, hinted in (("<|end|>", False), ("</end>\n", True)):
+        other = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
+        other.chat_template = other.chat_template.replace("<|end|>", ending)
+        found, prepared = arranged(other, path)
+        assert ("hint" in preview.facts(recipe_of(path), found, prepared, other)) == hinted
 
 
 # --------------------------------------------------------------------------- the cache
@@ -610,6 +622,42 @@ def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, cache):
     cache.parent.write_text("a file where the folder should be")
     with pytest.raises(UserError, match=r"cache/gearbox: cannot be written .*; set HF_DATASETS_CACHE"):
         read(tokenizer, jsonl(tmp_path / "a.jsonl", GOOD))
+
+
+def start_on_a_large_file(tmp_path: Path, cache: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """src/preview.py while it tokenizes, and the processes that do it."""
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent)}
+    command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    workers: list[psutil.Process] = []
+    while len(workers) < 2 and parent.poll() is None:
+        time.sleep(0.05)
+        workers = psutil.Process(parent.pid).children()
+    assert len(workers) >= 2, parent.communicate()
+    return parent, workers
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
+def test_no_process_survives_a_builder_that_is_killed_and_the_next_one_starts_anew(tokenizer, tmp_path, cache):
+    parent, workers = start_on_a_large_file(tmp_path, cache)
+    parent.kill()
+    parent.communicate()
+    assert not psutil.wait_procs(workers, timeout=20)[1]
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
+    found = read(tokenizer, tmp_path / "a.jsonl")
+    assert len(found) == 400
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [""]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
+def test_a_process_that_is_killed_for_memory_is_named(tmp_path, cache):
+    parent, workers = start_on_a_large_file(tmp_path, cache)
+    workers[0].kill()
+    said = parent.communicate()[1]
+    assert parent.returncode == 2
+    assert said.strip() == "gearbox: data.path: a process that tokenizes was killed, most likely for want of memory"
 
 
 # --------------------------------------------------------------------------- real files

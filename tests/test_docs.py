@@ -13,9 +13,15 @@ import yaml
 from gearbox.config import ROOT, recipe_keys
 from gearbox.gear import load_gear
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-README = (ROOT / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+README = GUIDES[0].read_text()
+COMMANDS = [
+    line
+    for guide in GUIDES
+    for block in re.findall(r"```bash\n(.*?)```", guide.read_text(), re.S)
+    for line in block.splitlines()
+]
 SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup_steps=1 eval.every=0 eval.sample_tokens=2"
 
 
@@ -34,7 +40,7 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_commands_of_the_readme(clone, chats):
+def test_the_commands_of_the_guides(clone, chats):
     """In order, in one copy, with the runs cut to two steps; make's targets are resolved, not run from a test."""
     shutil.copy(chats, clone / "chats.jsonl")
     programs = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment

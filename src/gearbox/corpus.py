@@ -6,18 +6,21 @@ tokenizer and the versions. It lies in the cache of `datasets` (HF_DATASETS_CACH
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import heapq
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import chain
@@ -35,6 +38,7 @@ from gearbox.sources import Bad, Origin, Record
 BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
 BATCH_DOCUMENTS = 64
 NO_NAMES = Names("text", {}, {})  # for records before the first mapping, which do not come as far as to need names
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when its parent dies
 NUM_SAMPLES = 64  # kept for people to read: those that any split holds out first
 
 
@@ -202,7 +206,8 @@ def _make(
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
 
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    aside = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)  # of a builder that was killed; another one cannot be at it
     aside.mkdir()
     reader = _Reader(found, data)
     bad: list[tuple[int, int, str]] = []
@@ -368,6 +373,8 @@ _worker: Any = None  # in a process of the pool, which inherits it by the fork
 
 def _start_worker(work: _Worker) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and if it is killed, nobody else would
     gc.disable()  # it would look through all that is inherited and copy it by that; what is made here has no cycles
     _worker = work
 
@@ -395,5 +402,7 @@ def _in_order(work: _Worker, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise UserError("data.path: a process that tokenizes was killed, most likely for want of memory") from None
         finally:
             pool.shutdown(cancel_futures=True)

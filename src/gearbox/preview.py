@@ -19,7 +19,7 @@ MARKS = ("«", "»")  # around supervised tokens where there are no colours
 SHOWN_CHARACTERS = 600  # of a document at the start of a run
 
 
-def facts(recipe: Recipe, corpus: Any, prepared: Prepared) -> dict[str, str]:
+def facts(recipe: Recipe, corpus: Any, prepared: Prepared, tokenizer: Any) -> dict[str, str]:
     """Name and text of each line of the summary."""
     rows, held_out = prepared.training, prepared.held_out
     lengths = corpus.lengths[np.unique(rows.pieces.document)]
@@ -51,7 +51,23 @@ def facts(recipe: Recipe, corpus: Any, prepared: Prepared) -> dict[str, str]:
             f"{(source.weight or 0) / total:.1%} of a step from {source.path} ({size:,} rows)"
             for source, size in zip(sources, rows.group_sizes, strict=True)
         )
+    if not _ends_are_special(rows, tokenizer):
+        shown["hint"] = (
+            "no trained turn ends with a special token, so nothing may tell the model to stop: does the chat template "
+            "belong to this tokenizer?"
+        )
     return shown
+
+
+def _ends_are_special(rows: Rows, tokenizer: Any) -> bool:
+    """Whether the last trained token of any of the first whole documents is one that text never makes."""
+    specials = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for piece in range(min(len(rows.pieces), 100)):
+        document = int(rows.pieces.document[piece])
+        tokens, trained = rows.documents.tokens(document), rows.documents.supervised(document)
+        if int(tokens[np.flatnonzero(trained)[-1]]) in specials:
+            return True
+    return False
 
 
 def _origins(corpus: Any) -> Iterator[str]:
