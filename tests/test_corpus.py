@@ -642,8 +642,11 @@ def start_on_a_large_file(tmp_path: Path, cache: Path) -> tuple[subprocess.Popen
 def test_no_process_survives_a_builder_that_is_killed_and_the_next_one_starts_anew(tokenizer, tmp_path, cache):
     parent, workers = start_on_a_large_file(tmp_path, cache)
     parent.kill()
-    parent.communicate()
-    assert not psutil.wait_procs(workers, timeout=20)[1]
+    parent.wait()
+    survivors = psutil.wait_procs(workers, timeout=20)[1]
+    for survivor in survivors:
+        survivor.kill()
+    assert not survivors
     assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
     jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
     found = read(tokenizer, tmp_path / "a.jsonl")
