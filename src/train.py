@@ -38,6 +38,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     from gearbox import backend, corpus, data, evaluation, loss, metrics, model, optim, preview, report
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
+    backend.check_ranks(gear)
     # Before the process group exists: tokenizing may take longer than a collective may wait.
     screen = metrics.console(backend.is_first())
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)

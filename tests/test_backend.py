@@ -107,7 +107,7 @@ DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # asks for 4
 def test_ranks_that_do_not_match_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="asks for 4 ranks, but 2 run; give --num_processes 2"):
-        backend.start_processes(DDP)
+        backend.check_ranks(DDP)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=said):
-        backend.start_processes(DDP)
+        backend.check_ranks(DDP)
 
 
 def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_path):
@@ -131,7 +131,7 @@ def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"has an NVIDIA driver, but torch .* sees no GPU"):
-        backend.start_processes(DDP)
+        backend.check_ranks(DDP)
 
 
 @pytest.mark.parametrize("gear", ["zero1", "zero2"])

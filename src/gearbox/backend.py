@@ -55,9 +55,8 @@ def precision(gear: Gear) -> str:
     return "no" if is_rehearsal() else gear.precision
 
 
-def start_processes(gear: Gear) -> PartialState:
-    """Join the process group. Raises UserError where the ranks are not those asked for."""
-    quiet_libraries()
+def check_ranks(gear: Gear) -> None:
+    """Raise UserError where the ranks are not those asked for, or this machine is not for them."""
     ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks != gear.num_processes:
         raise UserError(
@@ -70,12 +69,18 @@ def start_processes(gear: Gear) -> PartialState:
         if local_ranks > num_gpus:
             way_out = f"give --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"
             raise UserError(f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; {way_out}")
-        return PartialState()
-    if NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    elif NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         raise UserError(
             f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: look at "
             "nvidia-smi and the torch build; CUDA_VISIBLE_DEVICES= (empty) rehearses on the CPU"
         )
+
+
+def start_processes(gear: Gear) -> PartialState:
+    """Join the process group, after check_ranks."""
+    quiet_libraries()
+    if not is_rehearsal():
+        return PartialState()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
     if gear.engine == "zero":
