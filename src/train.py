@@ -46,6 +46,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
     processes = backend.start_processes(gear)
+    backend.check_same(processes, f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
@@ -81,7 +82,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
         shown = preview.first_documents(prepared.training, tokenizer, 5)
         preview.show(screen, shown[:1], preview.SHOWN_CHARACTERS)
         if processes.is_main_process:
-            write_dropped(prepared.dropped, folder)
+            write_dropped([*prepared.dropped, *prepared.dropped_of_evaluation], folder)
 
         def samples() -> list[str]:
             ask = (accelerator, wrapped, tokenizer)

@@ -136,6 +136,36 @@ def test_folders_and_globs(tokenizer, tmp_path):
         read(tokenizer, tmp_path / "in/a/README.md")
 
 
+def test_what_a_folder_holds_is_read_once_and_nothing_in_it_passed_over_in_silence(tokenizer, tmp_path):
+    inside = tmp_path / "in"
+    (inside / "sub").mkdir(parents=True)
+    (inside / ".checkpoints").mkdir()
+    for name in ("a.jsonl", "sub/b.JSONL", ".checkpoints/a.jsonl"):
+        jsonl(inside / name, [{"text": name}])
+    for path in (inside, inside / "**", f"[{{path: {inside}}}]"):
+        assert texts(tokenizer, read(tokenizer, path)) == ["a.jsonl<|end|>", "sub/b.JSONL<|end|>"]
+    twice = f"[{{path: {inside}}}, {{path: {inside}}}]"
+    assert len(read(tokenizer, twice)) == 4, "what is asked for twice is read twice"
+    (inside / "c.jsonl.gz").write_bytes(b"")
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz cannot be read as it is; unpack it"):
+        read(tokenizer, inside)
+    (inside / "c.jsonl.gz").unlink()
+    (inside / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="in/link is a link to a folder, which is not followed"):
+        read(tokenizer, inside)
+    (inside / "link").unlink()
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(inside / "saved"))
+    with pytest.raises(UserError, match="in/saved is a saved dataset inside a folder of files"):
+        read(tokenizer, inside)
+
+
+def test_a_dataset_is_known_by_its_content_even_if_datasets_would_hold_it_in_memory(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 10**9)
+    for text in ("alpha", "omega"):
+        datasets.Dataset.from_list([{"text": text}]).save_to_disk(str(tmp_path / text))
+        assert texts(tokenizer, read(tokenizer, tmp_path / text)) == [f"{text}<|end|>"]
+
+
 def test_a_split_that_is_not_there(tokenizer, tmp_path):
     with pytest.raises(UserError, match="has no split 'validation'; it has train, test"):
         read(tokenizer, write(tmp_path, "saved with splits"), "data.split=validation")
@@ -238,6 +268,7 @@ BAD_LINES = {
     "assistant first": (said("assistant", "a"), "messages[0]: the first turn is the assistant's"),
     "another form": ('{"text": "a"}', "messages: is missing: this row has plain text, the first one of the"),
     "surrogate": ('{"messages": [{"role": "user", "content": "a\\ud800"}]}', "messages[0].content: is not UTF-8: a"),
+    "a number of many digits": ('{"text": ' + "1" * 5000 + "}", "is not JSON: Exceeds the limit"),
     "nested": ("[" * 100_000, "is not JSON: it is nested too deeply"),
     "call without a name": (
         '{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}',
@@ -386,6 +417,11 @@ def test_csv_that_is_none(tokenizer, tmp_path, text, said):
         ('[{"text": "a"}]\n[]', ":2: is not JSON: there is more behind the list"),
         ("[1,", ":1: must be an object with fields, found a number"),
         ('{"train": [{"text": "a"}]}', ":1: the fields 'train' are of no known form"),
+        (
+            '{\n "train": [{"text": "a"}]\n}',
+            ":1: is an object over several lines; write a list of documents, or one a line",
+        ),
+        ('[{"text": ' + "1" * 5000 + "}]", ":1: is not JSON: Exceeds the limit"),
         ('"text"', ":1: must be an object with fields, found the text 'text'"),
     ],
 )
@@ -408,6 +444,34 @@ def test_a_json_list_is_read_through_a_window(tmp_path, monkeypatch):
         assert [record.value for record in records] == elements
         lines = path.read_text(encoding="utf-8").split("\n")
         assert all(lines[record.number - 1].lstrip("[")[:1] in '{1-"n]' for record in records)
+
+
+def test_a_mistake_far_from_the_end_of_a_json_list_is_no_matter_of_size(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr(sources, "READ_BYTES", 100)
+    rows = [json.dumps({"text": "x" * 300})] * 60
+    rows[11] = '{"text": "a",}'
+    (tmp_path / "a.json").write_text("[" + ",\n".join(rows) + "]")
+    with pytest.raises(UserError, match=r"a\.json:12: is not JSON: (Illegal trailing comma|Expecting property name)"):
+        read(tokenizer, tmp_path / "a.json")
+    rows[11] = json.dumps({"text": "x" * 3000})
+    (tmp_path / "a.json").write_text("[" + ",\n".join(rows) + "]")
+    with pytest.raises(UserError, match=r"a\.json:12: the document has .* MiB, more than the"):
+        read(tokenizer, tmp_path / "a.json")
+
+
+def test_a_document_of_50_mb_in_parquet(tokenizer, tmp_path):
+    pq.write_table(
+        pa.Table.from_pylist([{"text": "a"}, {"text": "lorem " * (50 * 2**20 // 6)}]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: text: has 52,428,798 letters, more than the 16,777,216"):
+        read(tokenizer, tmp_path / "a.parquet")
+
+
+def test_files_that_cannot_be_opened(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match=r"data\.path: .*a\.jsonl: cannot be read: No such file or directory"):
+        read(tokenizer, tmp_path / "*.jsonl")
 
 
 def test_parquet_that_is_none(tokenizer, tmp_path):
@@ -529,6 +593,74 @@ def test_evaluation_on_a_file_of_its_own(tokenizer, tmp_path):
     assert told == "20 read = 18 trained + 0 held out + 2 dropped (2 also in eval.path); evaluated on 3 of eval.path"
 
 
+def test_what_is_not_evaluated_on_is_told_too(tokenizer, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"instruction": f"q{i}", "output": "a"} for i in range(20)])
+    rows = [
+        {"instruction": "e1", "output": "a"},
+        {"instruction": "e2", "output": ""},
+        {"instruction": "e" * 99, "output": "a"},
+    ]
+    other = jsonl(tmp_path / "b.jsonl", rows)
+    settings = (f"eval.path={other}", "data.on_bad_row=skip", "batch.row_tokens=32")
+    found, prepared = arranged(tokenizer, path, *settings)
+    assert [entry.place for entry in prepared.dropped_of_evaluation] == [f"{other}:2", f"{other}:3"]
+    told = preview.facts(recipe_of(path), found, prepared, tokenizer)["documents"]
+    assert told.endswith(
+        "evaluated on 1 of eval.path, 2 dropped (1 output: is empty; 1 no supervised token before the cut)"
+    )
+    jsonl(other, rows[2:])
+    with pytest.raises(UserError, match=r"eval.path: .* leaves nothing to evaluate on: 1 dropped"):
+        arranged(tokenizer, path, *settings)
+
+
+def test_documents_that_begin_alike_and_are_split_are_no_copies(tokenizer, tmp_path):
+    rows = [{"instruction": "x" * 100, "output": f"answer {i}"} for i in range(20)]
+    path = jsonl(tmp_path / "a.jsonl", rows[1:])
+    other = jsonl(tmp_path / "b.jsonl", rows[:1])
+    _, prepared = arranged(tokenizer, path, f"eval.path={other}", "data.long=split", "batch.row_tokens=64")
+    assert (len(prepared.dropped), prepared.num_duplicates, prepared.training.num_documents) == (0, 0, 19)
+
+
+def test_fields_that_are_not_read_are_named_wherever_they_are(tokenizer, tmp_path):
+    turns = [BYE[0], BYE[1] | {"mood": "good", "reasoning": "it is late"}]
+    path = jsonl(
+        tmp_path / "a.jsonl", [{"messages": BYE}, {"messages": BYE, "context": "x"}, {"messages": turns[:1] + BYE[1:]}]
+    )
+    assert read(tokenizer, path).summaries[0].unused == ["context"]
+    with pytest.raises(UserError, match="the chat template leaves out its reasoning_content"):
+        read(tokenizer, jsonl(tmp_path / "b.jsonl", [{"messages": turns}]))
+    turns[1].pop("reasoning")
+    assert read(tokenizer, jsonl(tmp_path / "c.jsonl", [{"messages": turns}])).summaries[0].unused == [
+        "messages[].mood"
+    ]
+
+
+def test_the_older_name_of_a_call_is_a_call(tokenizer, tmp_path):
+    turn = {"role": "assistant", "content": "calling", "function_call": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(UserError, match="leaves out its call of 'f'"):
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": [BYE[0], turn]}]))
+
+
+def test_blank_results_and_blank_words_beside_a_call_are_usual():
+    call = {"name": "f", "arguments": {}}
+    turns = [
+        *BYE[:1], {"role": "assistant", "content": "\n\n", "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "\n"}, *BYE[1:],
+    ]  # fmt: skip
+    found = forms.read({"messages": turns}, forms.Names("messages", {}, {}))
+    assert [turn["content"] for turn in found.turns] == ["b", "\n\n", "\n", "bye"]
+
+
+@pytest.mark.parametrize(("supervise", "asked"), [("assistant", ("hi", "hé €  \n")), ("last", ("b", "bye"))])
+def test_the_sample_of_a_long_chat_asks_for_what_is_trained(tokenizer, tmp_path, supervise, asked):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": HI + BYE}, {"messages": BYE}])
+    other = jsonl(tmp_path / "b.jsonl", [{"messages": HI + BYE}])
+    _, prepared = arranged(tokenizer, path, f"eval.path={other}", f"data.supervise={supervise}")
+    (sample,) = prepared.samples
+    assert (sample.question, sample.answer) == asked
+    assert tokenizer.decode(sample.prompt).endswith(f"<|user|>{asked[0]}<|end|><|assistant|>")
+
+
 def test_samples_are_held_out_questions_with_the_prompt_that_was_trained(tokenizer, tmp_path):
     records = [{"instruction": f"q{i}", "output": f"a{i}"} for i in range(60)]
     _, prepared = arranged(tokenizer, jsonl(tmp_path / "a.jsonl", records * 2), "eval.fraction=0.3", "eval.samples=5")
@@ -608,6 +740,36 @@ def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_p
     built = corpus.of_recipe(recipe, tokenizer, is_builder=True, tell=lambda _: None)[0]
     waiting.join(30)
     assert counts == [3] and texts(tokenizer, found[0]) == texts(tokenizer, built)
+
+
+def test_a_tokenizer_whose_file_asks_for_a_cut_has_one_key_on_every_rank(tmp_path):
+    """The builder switches the cut off; what the others look for must not depend on that."""
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 300}])
+    other = jsonl(tmp_path / "b.jsonl", [{"text": "y" * 300}])
+    keys = []
+    for is_builder in (True, False):
+        cutting = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
+        cutting.backend_tokenizer.enable_truncation(max_length=8)
+        both = corpus.of_recipe(recipe_of(path, f"eval.path={other}"), cutting, is_builder, tell=lambda _: None)
+        keys.append([found.key for found in both])
+        assert [int(found.lengths[0]) for found in both] == [301, 301]
+    assert keys[0] == keys[1]
+
+
+def test_a_rank_that_nobody_builds_for_builds_itself(tokenizer, tmp_path, monkeypatch):
+    """It has read other data than the builder; that is told once all ranks can compare."""
+    monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0.2)
+    recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
+    assert len(corpus.of_recipe(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
+
+
+def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
+    """Many set this variable to be rid of a warning; the processes of the pool then waited for ever."""
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 50} for i in range(300)])
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent), "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_waiting_rank_ends_with_its_launcher(tokenizer, tmp_path, monkeypatch):

@@ -184,8 +184,8 @@ def test_markers_that_do_not_match_the_turns_are_refused(make):
         (("message['role']", "'user'"), {"messages": TWO}, None),  # other words for the roles are its own affair
         (("'system'", "'nobody'"), {"messages": SYSTEM + TWO}, "turn 1 (system): the chat template leaves"),
         (("'user'", "'human'"), {"messages": TWO}, "turn 1 (user): the chat template leaves out its content"),
-        (("{{- content -}}", ""), {"messages": TWO}, "turn 2 (assistant): the chat template leaves out its content"),
-        (("{{- content -}}", "{{- content[:1] -}}"), {"messages": TWO}, "turn 4 (assistant): the chat template leaves"),
+        (("{{- content -}}", ""), {"messages": TWO}, "turn 2 (assistant): the chat template leaves"),
+        (("{{- content -}}", "{{- content[:1] -}}"), {"messages": TWO}, "turn 2 (assistant): the chat template leaves"),
     ],
 )  # fmt: skip
 def test_a_template_that_drops_content_is_refused(make, change, record, said_so):
@@ -275,6 +275,88 @@ def test_an_edge_inside_a_token_is_cut(make):
         "USER: q\nASSISTANT: abc\n"
     )
     assert trained(encoder, {"messages": said("user", "q", "assistant", "abc")}) == ["abc"]
+
+
+HEADLESS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_a_template_that_does_not_know_how_to_ask_trains_no_heads(make):
+    assert trained(make(HEADLESS), {"messages": TWO}) == ["hé €<|im_end|>", "B c.\n\n- d<|im_end|>"]
+
+
+def test_an_answer_without_a_head_of_its_own_begins_behind_the_question(make):
+    """In the manner of Mistral: nothing but a blank between the question's end and the answer."""
+    mistral = (
+        "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content }}"
+        + ("{{ eos_token if m.role == 'assistant' }}{% endfor %}")
+    )
+    assert trained(make(mistral), {"messages": TWO}) == [" hé €<|end|>", " B c.\n\n- d<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["{{ m.content }}\n{{ eos_token }}", "{{ m.content }} {{ eos_token }}", "{{ m.content }}{{ eos_token }}\n"],
+)
+def test_the_end_of_text_is_trained_behind_blanks_too(make, ending):
+    answer = f"{{% generation %}}{ending.replace('{{ eos_token }}', '{% endgeneration %}{{ eos_token }}', 1)}"
+    marked = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + (
+        answer + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for found, text in zip(trained(make(marked), {"messages": TWO}), ("hé €", "B c.\n\n- d"), strict=True):
+        assert found.startswith(text) and found.endswith("<|end|>") and found.count("<|") == 1
+
+
+def test_an_end_that_the_last_turn_does_not_have_is_trained_where_it_is(make):
+    changed = HEADLESS.replace("<|im_end|>", "{{ eos_token if not loop.last }}")
+    changed += "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+    assert trained(make(changed), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        ("m.content.split('\n')[0]", "one\ntwo"),
+        ("m.content.split('</think>')[-1]", "<think>\nwhy\n</think>\n\nyes"),
+    ],
+)
+def test_a_part_of_the_last_answer_is_not_left_out_in_silence(make, change, answer):
+    """Templates in the manner of DeepSeek R1 take the reasoning out of every turn, the trained one as well."""
+    changed = make(HEADLESS.replace("{{ m.content }}", f"{{{{ {change} }}}}"))
+    with pytest.raises(BadRow, match=r"turn 2 .assistant.: the chat template leaves out its content or a part of it"):
+        trained(changed, {"messages": said("user", "q", "assistant", answer)})
+
+
+def test_a_clock_that_cannot_be_stopped_is_refused(make):
+    with pytest.raises(UserError, match="reads the clock with a format that it computes"):
+        trained(make("{% set f = '%d' %}{{ strftime_now(f) }}" + HEADLESS), {"messages": TWO})
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_tokenizer_that_joins_the_blank_to_the_word_behind_it(scheme):
+    """In the manner of Llama 2, with an answer that begins behind a blank of the template's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ["<unk>", "<s>", "</s>"]
+    words = ["USER: what is the colour ASSISTANT: the sky is blue and the sea too"] * 50
+    core.train_from_iterator(words, trainers.BpeTrainer(special_tokens=special, vocab_size=90))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }} "
+        "{% endfor %}{{ 'ASSISTANT: ' if add_generation_prompt }}"
+    )
+    record = {"messages": said("user", "what is", "assistant", "the sky", "user", "the colour", "assistant", "blue")}
+    outcome = encode(Encoder(tokenizer, "assistant"), record)
+    whole = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+    if scheme == "never":
+        assert tokenizer.decode(outcome.tokens) == tokenizer.decode(tokenizer(whole)["input_ids"])
+    else:
+        assert outcome.tokens.tolist() == tokenizer(whole)["input_ids"], "no blank that is not in the text"
+    found = [run.strip() for run in trained(Encoder(tokenizer, "assistant"), record)]
+    assert found == ["the sky</s>", "blue</s>"]
 
 
 @pytest.mark.parametrize("file", ["glaive_toolcall_en_demo.json", "alpaca_en_demo.json"])

@@ -176,6 +176,24 @@ def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
     assert outcome.output.count("must be text") == 1, "the rank that waits has nothing to say"
 
 
+def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch):
+    """As machines do whose copies of a file differ."""
+    from gearbox import corpus
+
+    usual = corpus.of_recipe
+
+    def of_rank(recipe, tokenizer, is_builder, tell):
+        monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0)
+        path = jsonl(tmp_path / f"{is_builder}.jsonl", [{"text": f"{is_builder} {i}"} for i in range(50)])
+        here = recipe.data.model_copy(update={"path": str(path)})
+        return usual(recipe.model_copy(update={"data": here}), tokenizer, is_builder, tell)
+
+    monkeypatch.setattr(corpus, "of_recipe", of_rank)
+    outcome = train("ddp", ranks=2)
+    assert outcome.codes == [2, 2] and outcome.folder is None
+    assert "data.path: the ranks 1 have read other data than rank 0; is it the same on every machine?" in outcome.output
+
+
 def test_a_run_shows_what_it_trains_on(train):
     outcome = train("ddp", ranks=2)
     assert outcome.output.count("supervised between « and »") == 1

@@ -97,6 +97,18 @@ def start_processes(gear: Gear) -> PartialState:
     return state
 
 
+def check_same(processes: PartialState, what: str) -> None:
+    """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
+    from accelerate.utils import gather_object
+
+    found = gather_object([what]) if processes.num_processes > 1 else [what]
+    if len({*found}) > 1:
+        others = ", ".join(str(rank) for rank, read in enumerate(found) if read != found[0])
+        raise UserError(
+            f"data.path: the ranks {others} have read other data than rank 0; is it the same on every machine?"
+        )
+
+
 def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Accelerator:
     """The Accelerator of this gear, after start_processes."""
     options: dict[str, Any] = {"mixed_precision": precision(gear)}

@@ -28,6 +28,7 @@ DEFAULT_RECIPE = Path("recipes/tiny.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN_TASKS = "builtin:tasks"
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+MAX_RECORD_BYTES = 16 * 2**20  # of one document; its tokens would take gigabytes to make
 Role = Literal["system", "user", "assistant", "tool"]
 # What a row may hold, by the form it is of; the first form whose required fields (the first tuple) are there is it.
 FORMS = {

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gearbox import forms, sources, supervision
-from gearbox.config import Data, Recipe, UserError
+from gearbox.config import FORMS, Data, Recipe, UserError
 from gearbox.forms import BadRow, Names
 from gearbox.sources import Bad, Origin, Record
 
@@ -39,6 +39,9 @@ BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python num
 BATCH_DOCUMENTS = 64
 NO_NAMES = Names("text", {}, {})  # for records before the first mapping, which do not come as far as to need names
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when its parent dies
+BUILDER_FIRST_SECONDS = (
+    60  # until another rank sees to it; by then the builder holds the lock, unless it reads other data
+)
 NUM_SAMPLES = 64  # kept for people to read: those that any split holds out first
 
 
@@ -51,7 +54,7 @@ class OriginSummary:
     form: str
     num_records: int
     unused: list[str]
-    """Fields of the first record that are not read."""
+    """Fields that are not read."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Corpus:
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
         self.bad: list[tuple[int, int, str]] = [tuple(entry) for entry in about["bad"]]
         """Origin, number and reason of each record that could not be used, in order."""
+        self.key = folder.name
+        """The same for the same documents."""
         self.samples = [Sample(**sample) for sample in about["samples"]]
         table = datasets.Dataset.from_file(str(folder / "documents.arrow")).data
         self.origin, self.number, self.targets, self.hashes, self.lengths = (
@@ -129,31 +134,34 @@ def of_recipe(
 def prepare(data: Data, tokenizer: Any, is_builder: bool, tell: Callable[[str], None]) -> Corpus:
     """One of the two."""
     import datasets
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
-    found = sources.find(data.sources)
-    stamps = [origin.stamp() for origin in found]
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "gearbox" / _key(found, data, tokenizer)
-    if is_builder:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
-                if not folder.exists():
-                    _make(folder, found, stamps, data, tokenizer, tell)
-        except OSError as error:
-            raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
-    else:
-        _wait_for(folder)
+    encoder = supervision.Encoder(tokenizer, data.supervise)
+    try:
+        found = sources.find(data.sources)
+        stamps = [origin.stamp() for origin in found]
+        key = _key(found, data, tokenizer)
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "gearbox" / key
+    launcher, started = os.getppid(), time.monotonic()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while not folder.exists():
+            if os.getppid() != launcher:
+                raise RuntimeError(f"the launcher has ended while this rank waited for {folder}")
+            if not is_builder and time.monotonic() - started < BUILDER_FIRST_SECONDS:
+                time.sleep(0.1)
+                continue
+            try:
+                with FileLock(f"{folder}.lock", timeout=1):
+                    if not folder.exists():
+                        _make(folder, found, stamps, data, encoder, tell)
+            except Timeout:
+                pass  # another one is at it
+    except OSError as error:
+        raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
     return Corpus(folder, found)
-
-
-def _wait_for(folder: Path) -> None:
-    """Until the builder, another rank of this launcher, has made it; if that fails, the launcher ends this rank."""
-    launcher = os.getppid()
-    while not folder.exists():
-        if os.getppid() != launcher:
-            raise RuntimeError(f"the launcher has ended while this rank waited for {folder}")
-        time.sleep(0.1)
 
 
 def _key(found: list[Origin], data: Data, tokenizer: Any) -> str:
@@ -162,6 +170,7 @@ def _key(found: list[Origin], data: Data, tokenizer: Any) -> str:
 
     modules = (forms, sources, supervision, sys.modules[__name__])
     parts = [
+        FORMS,
         *((origin.source, origin.fields, origin.content()) for origin in found),
         data.model_dump(include={"form", "roles", "supervise", "text_unit", "on_bad_row"}),
         xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
@@ -189,6 +198,8 @@ class _Outcome(NamedTuple):
     """Origin, number and reason of the others."""
     samples: list[tuple[int, int, str, str]]
     """Hash, position in the table, question and answer of those with the lowest hashes."""
+    unused: tuple[int, set[str]]
+    """Origin, and fields of its records that are not read."""
 
 
 def _features() -> Any:
@@ -201,7 +212,12 @@ def _features() -> Any:
 
 
 def _make(
-    folder: Path, found: list[Origin], stamps: list[Any], data: Data, tokenizer: Any, tell: Callable[[str], None]
+    folder: Path,
+    found: list[Origin],
+    stamps: list[Any],
+    data: Data,
+    encoder: supervision.Encoder,
+    tell: Callable[[str], None],
 ) -> None:
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
@@ -212,12 +228,14 @@ def _make(
     reader = _Reader(found, data)
     bad: list[tuple[int, int, str]] = []
     samples: list[tuple[int, int, str, str]] = []
+    unused: list[set[str]] = [set() for _ in found]
     num_documents = 0
     started = said = time.perf_counter()
     try:
         with ArrowWriter(path=str(aside / "documents.arrow"), features=_features()) as writer:
-            work = _Worker(supervision.Encoder(tokenizer, data.supervise))
+            work = _Worker(encoder)
             for outcome in _in_order(work, reader.batches()):
+                unused[outcome.unused[0]] |= outcome.unused[1]
                 for origin, number, reason in outcome.bad:
                     if data.on_bad_row == "stop":
                         raise UserError(f"{found[origin].place(number)}: {reason}")
@@ -237,7 +255,10 @@ def _make(
             if read.stamp() != stamp:
                 raise UserError(f"{read.name}: has changed while it was read; run again when it is complete")
         about = {
-            "summaries": [asdict(summary) for summary in reader.summaries],
+            "summaries": [
+                asdict(summary) | {"unused": sorted(fields)}
+                for summary, fields in zip(reader.summaries, unused, strict=True)
+            ],
             "bad": bad,
             "samples": [asdict(Sample(document, *texts)) for _, document, *texts in samples],
         }
@@ -264,12 +285,11 @@ class _Reader:
 
     def batches(self) -> Iterator[_Batch]:
         for index, origin in enumerate(self.found):
-            names, unused, num_records, records, size = None, [], 0, [], 0
+            names, num_records, records, size = None, 0, [], 0
             for record in origin.records(self.data.text_unit):
                 num_records += 1
                 if names is None and isinstance(value := _parsed(record.value), dict):
                     names = self._names(origin, record.number, value)
-                    unused = forms.unused_fields(value, names)
                 records.append(record)
                 size += record.num_bytes
                 if size >= BATCH_BYTES or len(records) >= BATCH_DOCUMENTS:
@@ -280,7 +300,7 @@ class _Reader:
             if records:
                 yield _Batch(index, names or NO_NAMES, records)
             form = names.form if names else "no form"
-            self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), unused))
+            self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), []))
 
     def _names(self, origin: Origin, number: int, record: dict[str, Any]) -> Names:
         form = forms.recognise(record, self.data.form, origin.fields)
@@ -303,6 +323,8 @@ def _parsed(value: Any) -> Any:
         return Bad(f"is not JSON: {error.msg} at column {error.colno}")
     except RecursionError:
         return Bad("is not JSON: it is nested too deeply")
+    except ValueError as error:  # a number of thousands of digits
+        return Bad(f"is not JSON: {error}")
 
 
 class _Worker:
@@ -316,6 +338,7 @@ class _Worker:
         import xxhash
 
         documents, numbers, bad = [], [], []
+        unused: set[str] = set()
         for record in batch.records:
             try:
                 value = _parsed(record.value)
@@ -323,6 +346,7 @@ class _Worker:
                     raise BadRow(value.reason)
                 documents.append(forms.read(value, batch.names))
                 numbers.append(record.number)
+                unused |= forms.unused_fields(value, batch.names)
             except BadRow as error:
                 bad.append((batch.origin, record.number, str(error)))
         encoded = []
@@ -349,10 +373,10 @@ class _Worker:
         samples = [
             (digest, at, *asked)
             for at, (digest, (document, _, _)) in enumerate(zip(hashes, encoded, strict=True))
-            if (asked := _question(document))
+            if (asked := _question(document, self.encoder.supervise))
         ]
         bad.sort(key=lambda entry: entry[1])
-        return _Outcome(pyarrow.record_batch(columns), bad, _lowest(samples))
+        return _Outcome(pyarrow.record_batch(columns), bad, _lowest(samples), (batch.origin, unused))
 
 
 def _lowest(samples: list[Any]) -> list[Any]:
@@ -360,10 +384,13 @@ def _lowest(samples: list[Any]) -> list[Any]:
     return heapq.nsmallest(NUM_SAMPLES, {sample[0]: sample for sample in sorted(samples, reverse=True)}.values())
 
 
-def _question(document: forms.Chat | str) -> tuple[str, str] | None:
-    """The first question of a chat and its answer, where there are both, as texts."""
-    turns = document.turns if isinstance(document, forms.Chat) else []
-    first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), 0)
+def _question(document: forms.Chat | str, supervise: str) -> tuple[str, str] | None:
+    """The first trained answer of a chat and the question before it, where there are both, as texts."""
+    if isinstance(document, str):
+        return None
+    turns = document.turns
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i not in document.untrained]
+    first = (answers or [0])[-1 if supervise == "last" else 0]
     asked = [turn["content"] for turn in turns[:first] if turn["role"] == "user"]
     return (asked[-1], turns[first]["content"]) if asked and turns[first]["content"] else None
 
@@ -385,7 +412,9 @@ def _run_worker(batch: _Batch) -> _Outcome:
 
 def _in_order(work: _Worker, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
     """work(batch) for each batch, in order, by a process on each core; few are read ahead."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores among them
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # a process a core; threads of the tokenizer would not survive the fork
+    )
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     first, second = next(batches, None), next(batches, None)
     if first is None or second is None or num_cores == 1:

@@ -340,7 +340,9 @@ class Prepared:
     held_out: Rows
     samples: list[Sample]
     dropped: list[Dropped]
-    """Rows of the files that are neither trained nor held out."""
+    """Rows of data.path that are neither trained nor held out."""
+    dropped_of_evaluation: list[Dropped]
+    """Rows of eval.path that are not evaluated on."""
     num_read: int
     num_truncated: int
     num_split: int
@@ -364,12 +366,17 @@ def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing
     hashes = _hashes(corpus, pieces)
     is_used = np.zeros(len(corpus), bool)
     is_used[pieces.document] = True
+    unused: list[Dropped] = []
     if evaluated is None:
         is_held_out = hashes < np.uint64(evaluation.fraction * 2**64)
         held_corpus, held_pieces = corpus, pieces.where(is_held_out[pieces.document])
     else:
         held_corpus, held_pieces = evaluated, cut(evaluated, batch.row_tokens, _policies(evaluated, data))
+        unused = [Dropped(evaluated.origins[o].place(number), reason) for o, number, reason in evaluated.bad]
+        unused += _without_a_piece(evaluated, held_pieces)
         held_pieces = held_pieces.where(held_pieces.targets > 0)
+        if not len(held_pieces):
+            raise UserError(f"eval.path: {evaluation.path!r} leaves nothing to evaluate on: {told(unused)}")
         is_held_out = np.isin(hashes, _hashes(evaluated, held_pieces)[held_pieces.document])
         copies = np.flatnonzero(is_used & is_held_out).tolist()
         dropped += [Dropped(corpus.place(document), "also in eval.path") for document in copies]
@@ -381,8 +388,8 @@ def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing
         if not len(trained) or (group is not None and number not in group):
             raise UserError(
                 f"data.path: {source.path!r} leaves nothing to train on within batch.row_tokens={batch.row_tokens}: "
-                f"{len(corpus) + len(corpus.bad):,} documents read, {int((is_used & is_held_out).sum()):,} held out, "
-                + told(dropped)
+                f"{len(corpus) + len(corpus.bad):,} documents read, "
+                f"{int((is_used & is_held_out).sum()) if evaluated is None else 0:,} held out, {told(dropped)}"
             )
     is_long = is_used & (corpus.lengths > batch.row_tokens)
     is_split = np.array([policy == "split" for policy in long])[corpus.origin]
@@ -392,6 +399,7 @@ def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing
         held_out=Rows(held_corpus, held_pieces, *rest),
         samples=_samples(held_corpus, held_pieces, evaluation.samples),
         dropped=dropped,
+        dropped_of_evaluation=unused,
         num_read=len(corpus) + len(corpus.bad),
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),
@@ -434,7 +442,7 @@ def _hashes(corpus: Any, pieces: Pieces) -> np.ndarray:
 
     hashes = corpus.hashes.copy()
     used = np.zeros(len(corpus), np.int64)
-    np.add.at(used, pieces.document, pieces.length)
+    np.maximum.at(used, pieces.document, pieces.start + pieces.length)
     for document in np.flatnonzero((used > 0) & (used < corpus.lengths)).tolist():
         hashes[document] = xxhash.xxh3_64_intdigest(corpus.tokens(document)[: used[document]].tobytes())
     return hashes

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gearbox.config import FORMS, Role, UserError, nearest
+from gearbox.config import FORMS, MAX_RECORD_BYTES, TURN_FIELDS, Role, UserError, nearest
 
 Turn = dict[str, Any]
 TITLES = {
@@ -26,7 +26,11 @@ ROLES: dict[str, Role | str] = {
     "gpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
     "function_response": "tool", "ipython": "tool", CALL: CALL, "tool_call": CALL,
 }  # fmt: skip
-KEPT = ("name", "tool_call_id", "reasoning_content")  # of a turn, beside role, content and tool_calls
+KEPT = ("name", "tool_call_id")  # of a turn, beside role, content, tool_calls and reasoning
+REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template all three names
+
+
+READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 
 
 class BadRow(Exception):
@@ -64,9 +68,18 @@ def recognise(record: Any, form: str, fields: dict[str, str | None]) -> str | No
     return None
 
 
-def unused_fields(record: dict[str, Any], names: Names) -> list[str]:
+def unused_fields(record: Any, names: Names) -> set[str]:
+    """The fields of a record and of its turns that nothing reads."""
+    if not isinstance(record, dict):
+        return set()
     required, optional = FORMS[names.form]
-    return sorted({*record} - {names.of(name) for name in required + optional})
+    unused = {*record} - {names.of(name) for name in required + optional}
+    for name in required:
+        said = record.get(names.of(name))
+        if isinstance(said, list):
+            keys = {key for turn in said if isinstance(turn, dict) for key in turn}
+            unused |= {f"{names.of(name)}[].{key}" for key in keys - READ_OF_TURN - {names.of(f) for f in TURN_FIELDS}}
+    return unused
 
 
 def read(record: Any, names: Names) -> Chat | str:
@@ -154,6 +167,10 @@ def _optional_text(record: dict[str, Any], name: str) -> str:
 
 
 def _encodable(value: str, where: str) -> str:
+    if len(value) > MAX_RECORD_BYTES:
+        raise BadRow(
+            f"{where}: has {len(value):,} letters, more than the {MAX_RECORD_BYTES:,} that one may have; cut it"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -188,7 +205,7 @@ def _turn(turn: Any, where: str, names: Names) -> Turn:
         known = ", ".join([*names.roles, *ROLES])
         raise BadRow(f"{where}.{role_field}: {_kind(found)} is no known role ({known}); name it in data.roles")
     content = turn.get(content_field)
-    calls = turn.get("tool_calls")
+    calls = turn.get("tool_calls") or turn.get("function_call")  # the latter is OpenAI's older name
     if role == CALL:
         called = _json(_text(turn, content_field, f"{where}.") if isinstance(content, str) else content, where)
         return _said("assistant", "") | {"tool_calls": _calls(called, f"{where}.{content_field}")}
@@ -200,11 +217,12 @@ def _turn(turn: Any, where: str, names: Names) -> Turn:
         raise BadRow(f"{where}.{content_field}: is null")
     # A tool may return nothing, and a call need not say anything.
     may_be_empty = role == "tool" or bool(calls)
-    text = "" if may_be_empty and content in (None, "") else _text(turn, content_field, f"{where}.")
-    read = _said(role, text) | {name: turn[name] for name in KEPT if turn.get(name) is not None}
-    for name in KEPT:
-        if name in read:
-            _text(read, name, f"{where}.")
+    is_blank = content is None or (isinstance(content, str) and not content.strip())
+    text = content or "" if may_be_empty and is_blank else _text(turn, content_field, f"{where}.")
+    read = _said(role, text) | {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name)}
+    for name in REASONING:
+        if turn.get(name):
+            read["reasoning_content"] = _text(turn, name, f"{where}.")
     if calls:
         read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if role == "assistant" and turn.get("weight") is not None:
@@ -219,7 +237,7 @@ def _json(value: Any, where: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"{where}: must hold JSON: {error}, found {_kind(value)}") from None
 
 

@@ -28,6 +28,8 @@ def facts(recipe: Recipe, corpus: Any, prepared: Prepared, tokenizer: Any) -> di
     evaluated = f"{held_out.num_documents:,} held out"
     if held_out.documents is not rows.documents:
         evaluated, apart = "0 held out", f"; evaluated on {held_out.num_documents:,} of eval.path"
+        if prepared.dropped_of_evaluation:
+            apart += f", {told(prepared.dropped_of_evaluation)}"
     else:
         apart = ""
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
@@ -53,21 +55,20 @@ def facts(recipe: Recipe, corpus: Any, prepared: Prepared, tokenizer: Any) -> di
         )
     if not _ends_are_special(rows, tokenizer):
         shown["hint"] = (
-            "no trained turn ends with a special token, so nothing may tell the model to stop: does the chat template "
-            "belong to this tokenizer?"
+            "trained turns do not end with a special token, so nothing may tell the model to stop: does the chat "
+            "template belong to this tokenizer?"
         )
     return shown
 
 
 def _ends_are_special(rows: Rows, tokenizer: Any) -> bool:
-    """Whether the last trained token of any of the first whole documents is one that text never makes."""
+    """Whether the last trained token of most of the first documents is one that text never makes."""
     specials = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for piece in range(min(len(rows.pieces), 100)):
-        document = int(rows.pieces.document[piece])
+    ends = []
+    for document in np.unique(rows.pieces.document)[:100].tolist():
         tokens, trained = rows.documents.tokens(document), rows.documents.supervised(document)
-        if int(tokens[np.flatnonzero(trained)[-1]]) in specials:
-            return True
-    return False
+        ends.append(int(tokens[np.flatnonzero(trained)[-1]]) in specials)
+    return sum(ends) * 2 >= len(ends)
 
 
 def _origins(corpus: Any) -> Iterator[str]:

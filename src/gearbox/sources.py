@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, Source, UserError, matches
+from gearbox.config import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES, Source, UserError, matches
 
-MAX_RECORD_BYTES = 16 * 2**20  # of one record; its tokens would take gigabytes to make
 READ_BYTES = 2**20
+ARROW_ROWS = 64  # that are Python objects at once
+PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow")
 FORMATS = "one of " + " ".join(LOCAL_ENDINGS)
 
 
@@ -55,7 +56,7 @@ class Origin:
 
     @property
     def kind(self) -> str:
-        return "dataset" if self.dataset is not None else self.files[0].suffix.lstrip(".")
+        return "dataset" if self.dataset is not None else self.files[0].suffix.lstrip(".").lower()
 
     def place(self, number: int) -> str:
         """How a message points at a record: file:line, or file, row n where there are no lines."""
@@ -80,7 +81,7 @@ class Origin:
         """One after the other, in order. Raises UserError where reading cannot go on."""
         try:
             if self.kind == "dataset":
-                yield from _from_arrow(table for table in self.dataset.with_format("arrow").iter(1000))
+                yield from _from_arrow(table for table in self.dataset.with_format("arrow").iter(ARROW_ROWS))
             elif self.kind == "py":
                 from gearbox import tasks  # the built-in data is data too
 
@@ -101,12 +102,14 @@ class Origin:
         if self.kind == "json" and stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
             return _json_array(self)
         stream.seek(0)
-        return (line for line in _lines(stream) if isinstance(line.value, Bad) or line.value.strip())
+        lines = (line for line in _lines(stream) if isinstance(line.value, Bad) or line.value.strip())
+        return _no_object_over_lines(lines) if self.kind == "json" else lines
 
 
 def find(sources: list[Source]) -> list[Origin]:
     """Every file and dataset that data.path means, in order. Raises UserError where there is none."""
     found: list[Origin] = []
+    known: set[tuple[object, ...]] = set()
     for number, source in enumerate(sources):
         if source.path == BUILTIN_TASKS:
             origins = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("tasks.py"),))]
@@ -116,7 +119,11 @@ def find(sources: list[Source]) -> list[Origin]:
             origins = [_of_hub(source)]
         if not origins:
             raise UserError(f"data.path: {source.path!r} holds no data; a file must end in {FORMATS}")
-        found += [replace(origin, source=number, fields=source.fields or {}) for origin in origins]
+        for origin in origins:
+            read = (number, *(file.resolve() for file in origin.files))
+            if read not in known:  # a glob may find a file and its folder
+                known.add(read)
+                found.append(replace(origin, source=number, fields=source.fields or {}))
     return found
 
 
@@ -124,18 +131,38 @@ def _at(path: Path, source: Source) -> list[Origin]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return [_saved(path, source)]
     if path.is_dir():
-        below = sorted(file for file in path.rglob("*") if file.suffix in LOCAL_ENDINGS and file.is_file())
-        return [Origin(str(file), (file,)) for file in below if not file.name.startswith(".")]
-    if path.suffix not in LOCAL_ENDINGS:
+        return [Origin(str(file), (file,)) for file in _below(path)]
+    if path.suffix.lower() not in LOCAL_ENDINGS:
         raise UserError(f"data.path: {path}: the file must end in {FORMATS}")
     return [Origin(str(path), (path,))]
+
+
+def _below(folder: Path) -> list[Path]:
+    """The data files of a folder and of the folders in it; hidden ones and other endings are passed over."""
+    found = []
+    for file in sorted(file for file in folder.rglob("*") if not _is_hidden(file.relative_to(folder))):
+        if file.is_dir() and file.is_symlink():
+            raise UserError(f"data.path: {file} is a link to a folder, which is not followed; name the folder itself")
+        if (file / "state.json").is_file():
+            raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; name it by itself")
+        if file.suffix.lower() in PACKED_ENDINGS:
+            raise UserError(
+                f"data.path: {file} cannot be read as it is; unpack it, or name the files to read with a glob"
+            )
+        if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
+            found.append(file)
+    return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _saved(path: Path, source: Source) -> Origin:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # every kind of damage ends here, with its own words
         raise UserError(f"data.path: the dataset {path} cannot be read: {_one_line(error)}") from None
     split = ""
@@ -152,7 +179,7 @@ def _of_hub(source: Source) -> Origin:
 
     datasets.disable_progress_bars()  # every rank would draw its own
     try:
-        loaded = datasets.load_dataset(source.path, split=source.split)
+        loaded = datasets.load_dataset(source.path, split=source.split, keep_in_memory=False)
     except Exception as error:  # every kind of network error ends here, with its own words
         raise UserError(
             f"data.path: {source.path!r} (split {source.split!r}) is no file or folder here, and as a dataset of the "
@@ -198,6 +225,17 @@ def _lines(stream: IO[bytes]) -> Iterator[Record]:
         while not line.endswith(b"\n") and (line := stream.readline(READ_BYTES)):
             size += len(line)
         yield Record(number, _too_large(size), 0)
+
+
+def _no_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
+    """The lines of a .json file that is no list."""
+    first = next(lines, None)
+    if first is None:
+        return
+    if first.value.strip() == b"{":
+        first = first._replace(value=Bad("is an object over several lines; write a list of documents, or one a line"))
+    yield first
+    yield from lines
 
 
 def _text(stream: IO[bytes], unit: str) -> Iterator[Record]:
@@ -290,13 +328,17 @@ def _json_array(origin: Origin) -> Iterator[Record]:
             try:
                 element, end = decode(window, at)
             except json.JSONDecodeError as error:
-                if len(window) - at <= MAX_RECORD_BYTES and read_on():
-                    continue  # it may have been cut by the window's edge
-                if len(window) - at > MAX_RECORD_BYTES:
+                # The window's edge may have cut the element: in a string, or in the word or number at its end.
+                is_cut = error.msg.startswith("Unterminated string") or len(window) - error.pos <= 16
+                if is_cut and len(window) - at > MAX_RECORD_BYTES:
                     raise UserError(origin.place(line) + ": " + _too_large(len(window) - at).reason) from None
+                if is_cut and read_on():
+                    continue
                 raise refuse(error.msg, line + window.count("\n", at, error.pos)) from None
             except RecursionError:
                 raise refuse("it is nested too deeply", line) from None
+            except ValueError as error:  # a number of thousands of digits
+                raise refuse(str(error), line) from None
             if end > len(window) - 3 and read_on():
                 continue  # a number may go on, at the latest after "e-"
             yield Record(line, element if end - at <= MAX_RECORD_BYTES else _too_large(end - at), end - at)
@@ -316,7 +358,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        yield from _from_arrow(pyarrow.parquet.ParquetFile(path).iter_batches(1000))
+        yield from _from_arrow(pyarrow.parquet.ParquetFile(path).iter_batches(ARROW_ROWS))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as Parquet: {_one_line(error)}") from None
 

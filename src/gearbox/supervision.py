@@ -41,11 +41,17 @@ class Encoder:
         specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.special_tokens = tokenizer.special_tokens_map
+        self.end_of_text = re.compile(rf"\s*{re.escape(tokenizer.eos_token)}" if tokenizer.eos_token else r"(?!)")
         # Asked directly: a call of the tokenizer sets it up anew each time. Its file may ask for a cut or for padding.
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
+        a, b = (self.backend.encode(letter, add_special_tokens=False).ids for letter in "ab")
+        self.pieces_join = self.backend.decode([*a, *b]) == "ab"  # SentencePiece's begin each text with a blank
         self.templates: dict[bool, tuple[str, bool]] = {}
+        self.asks: bool | None = (
+            None  # whether the template adds the head of an answer when asked to; None: not seen yet
+        )
         self.shapes: set[tuple[Any, ...]] = set()
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | BadRow]:
@@ -81,13 +87,16 @@ class Encoder:
         encodings = self.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             places = [_tokens_of(encoding, span, text) for span in spans]
-            if None in places:
+            if None in places and self.pieces_join:
                 # A token reaches over the edge of a turn, which generation could never produce: cut the text there.
                 yield self._encode_pieces(text, spans)
                 continue
             supervised = np.zeros(len(encoding.ids), np.int8)
-            for place in places:
-                supervised[slice(*place)] = 1  # type: ignore[misc]
+            for place, (first, end) in zip(places, spans, strict=True):
+                if place is not None:
+                    supervised[slice(*place)] = 1
+                else:  # the blank before a word is part of it
+                    supervised |= np.array([start < end and stop > first for start, stop in encoding.offsets], np.int8)
             yield Encoded(np.array(encoding.ids, np.int32), supervised)
 
     def _encode_pieces(self, text: str, spans: list[Span]) -> Encoded:
@@ -147,6 +156,11 @@ class Encoder:
                     "model, or a template file in data.chat_template"
                 ) from None
             template = CLOCK.sub(lambda found: json.dumps(TODAY.strftime(found[2])), template)
+            if re.search(r"strftime_now\s*\(", template):
+                raise UserError(
+                    "data.chat_template: the template reads the clock with a format that it computes, so that tokens "
+                    "would change overnight; write the format into the call"
+                )
             self.templates[with_tools] = template, re.search(r"{%-?\s*generation\s*-?%}", template) is not None
         return self.templates[with_tools]
 
@@ -156,7 +170,13 @@ class Encoder:
         is_last = turn == len(chat.turns) - 1
         through = text if is_last else self._apply(chat.turns[: turn + 1], chat.tools)[0]
         if text.startswith(through) and through.startswith(head):
-            return len(head), len(through.rstrip())
+            first = len(head)
+            if self.asks is None:
+                self.asks = head != self._apply(chat.turns[:turn], chat.tools)[0]
+            content = first if self.asks else self._content(chat, turn, text)[0]
+            if text[first:content].strip():
+                first = content  # it cannot ask; the head of the turn is not the answer's
+            return first, self._end_of_turn(text, len(through.rstrip()))
         # The template renders this turn, or one before it, otherwise when more turns follow (Qwen3 takes out old
         # reasoning): find what is left of it by putting something else in its place.
         first, end = self._content(chat, turn, text)
@@ -175,11 +195,14 @@ class Encoder:
         return {i: (first, self._end_of_turn(text, end)) for i, (first, end) in zip(answers, marked, strict=True)}
 
     def _end_of_turn(self, text: str, end: int) -> int:
-        """Behind the special token at `end`, unless what ends there has one already; spaces behind it are left out."""
+        """Behind the special token at `end`, unless what ends there has one already; spaces behind it are left out.
+
+        Behind spaces only the end-of-text token counts: another may be the head of the next turn.
+        """
         kept = len(text[:end].rstrip())
         if any(found.end() == kept for found in self.special.finditer(text, max(0, kept - 64), kept)):
             return kept
-        closing = self.special.match(text, end)
+        closing = self.special.match(text, end) or self.end_of_text.match(text, end)
         return closing.end() if closing else end
 
     def _content(self, chat: Chat, turn: int, text: str) -> Span:
@@ -207,10 +230,10 @@ class Encoder:
             at = f"turn {i + 1} ({turn['role']})"
             within = text[slice(*spans[i])] if i in spans else text
             if not _shows(within, turn["content"]):
-                # Of an answer, the template may take out what is not for later turns; what it leaves is the answer's.
-                left = _squeezed(self.special.sub("", within)) if i in spans else ""
-                if not left or left not in _squeezed(turn["content"]):
-                    raise BadRow(f"{at}: {_LEFT_OUT} its content")
+                # Of an answer before the last, the template may take out the beginning: reasoning, not for later turns.
+                left = _squeezed(self.special.sub("", within)) if i in spans and i < max(spans) else ""
+                if not left or not _squeezed(turn["content"]).endswith(left):
+                    raise BadRow(f"{at}: {_LEFT_OUT} its content or a part of it; {_OTHER_TEMPLATE}")
             for call in turn.get("tool_calls", ()):
                 function = call["function"]
                 if not all(_shows(within, said) for said in [function["name"], *_texts(function["arguments"])]):
