@@ -307,9 +307,16 @@ def test_the_end_of_text_is_trained_behind_blanks_too(make, ending):
 
 
 def test_an_end_that_the_last_turn_does_not_have_is_trained_where_it_is(make):
-    changed = HEADLESS.replace("<|im_end|>", "{{ eos_token if not loop.last }}")
-    changed += "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-    assert trained(make(changed), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
+    ask = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+    between = HEADLESS.replace("<|im_end|>\n", "{{ eos_token if not loop.last }}") + ask
+    assert trained(make(between), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
+    broken = HEADLESS.replace("<|im_end|>", "{{ eos_token if not loop.last }}") + ask
+    assert trained(make(broken), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
+
+
+def test_the_head_of_the_next_turn_is_no_end_of_this_one(make):
+    without = HEADLESS.replace("<|im_end|>\n", "") + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+    assert trained(make(without), {"messages": TWO}) == ["hé €", "B c.\n\n- d"]
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ class Encoder:
             content = first if self.asks else self._content(chat, turn, text)[0]
             if text[first:content].strip():
                 first = content  # it cannot ask; the head of the turn is not the answer's
-            return first, self._end_of_turn(text, len(through.rstrip()))
+            # What follows in the whole text is the next turn's, but for the end of text that some write between turns.
+            return first, self._end_of_turn(text, len(through.rstrip()), closing=self.end_of_text)
         # The template renders this turn, or one before it, otherwise when more turns follow (Qwen3 takes out old
         # reasoning): find what is left of it by putting something else in its place.
         first, end = self._content(chat, turn, text)
@@ -194,7 +195,7 @@ class Encoder:
             )
         return {i: (first, self._end_of_turn(text, end)) for i, (first, end) in zip(answers, marked, strict=True)}
 
-    def _end_of_turn(self, text: str, end: int) -> int:
+    def _end_of_turn(self, text: str, end: int, closing: re.Pattern[str] | None = None) -> int:
         """Behind the special token at `end`, unless what ends there has one already; spaces behind it are left out.
 
         Behind spaces only the end-of-text token counts: another may be the head of the next turn.
@@ -202,8 +203,8 @@ class Encoder:
         kept = len(text[:end].rstrip())
         if any(found.end() == kept for found in self.special.finditer(text, max(0, kept - 64), kept)):
             return kept
-        closing = self.special.match(text, end) or self.end_of_text.match(text, end)
-        return closing.end() if closing else end
+        found = (closing or self.special).match(text, end) or self.end_of_text.match(text, end)
+        return found.end() if found else end
 
     def _content(self, chat: Chat, turn: int, text: str) -> Span:
         """Where the content of a turn stands in the whole text: where the text changes if the content does."""
