@@ -412,9 +412,8 @@ def _run_worker(batch: _Batch) -> _Outcome:
 
 def _in_order(work: _Worker, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
     """work(batch) for each batch, in order, by a process on each core; few are read ahead."""
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # a process a core; threads of the tokenizer would not survive the fork
-    )
+    # A process a core; threads of the tokenizer itself would not survive the fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     first, second = next(batches, None), next(batches, None)
     if first is None or second is None or num_cores == 1:
