@@ -13,16 +13,18 @@ from typing import Any
 from gearbox import command
 from gearbox.config import UserError, load_recipe
 
+USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UserError(f"usage: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]: {message}")
+        raise UserError(f"usage: {USAGE}: {message}")
 
 
 def main(arguments: list[str]) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(usage=USAGE, description="See what a recipe trains on.")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
-    parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
     options, ours = parser.parse_known_args(arguments)
     recipe_path, overrides = command.split_arguments(ours)
     recipe = load_recipe(recipe_path, overrides)

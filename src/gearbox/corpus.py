@@ -352,7 +352,7 @@ class _Worker:
         encoded = []
         for document, number, outcome in zip(documents, numbers, self.encoder.encode(documents), strict=True):
             if isinstance(outcome, BadRow):
-                bad.append((batch.origin, number, str(outcome)))
+                bad.append((batch.origin, number, forms.of_field(str(outcome), batch.names)))
             else:
                 encoded.append((document, number, outcome))
         tokens = [outcome.tokens for _, _, outcome in encoded]

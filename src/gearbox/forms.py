@@ -68,6 +68,11 @@ def recognise(record: Any, form: str, fields: dict[str, str | None]) -> str | No
     return None
 
 
+def of_field(reason: str, names: Names) -> str:
+    """What is wrong with a chat as a whole, said of the field that holds it."""
+    return reason if reason.startswith("tools:") else f"{names.of(FORMS[names.form][0][0])}: {reason}"
+
+
 def unused_fields(record: Any, names: Names) -> set[str]:
     """The fields of a record and of its turns that nothing reads."""
     if not isinstance(record, dict):
