@@ -31,8 +31,8 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) smollm2  ## how fast and in how much memory data is prepared; benchmarks/data.md has the figures, 12 minutes
-	$(BIN)/python benchmarks/prepare.py
+bench: $(STAMP) smollm2  ## how fast and in how much memory data is prepared, 12 minutes; FILE=alpaca.json
+	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
 
 format: $(STAMP)  ## let ruff mend what it can

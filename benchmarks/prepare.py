@@ -1,4 +1,4 @@
-"""Tokens a second of preparing an instruction file, against the usual way: python benchmarks/prepare.py [FILE] [RUNS]
+"""Tokens a second of preparing an instruction file, against the usual way: python benchmarks/prepare.py FILE [RUNS]
 
 Each figure is of a fresh process, in turns, with an empty cache, from the file to mapped tokens with their mask; what
 both import and the loading of the tokenizer are not counted. `gearbox` checks every row beside.
@@ -109,5 +109,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         measure(*sys.argv[2:])
     else:
-        file = sys.argv[1] if len(sys.argv) > 1 else str(ROOT.parent / "shared" / "data" / "alpaca_en_demo.json")
-        main(file, int(sys.argv[2]) if len(sys.argv) > 2 else 5)
+        file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT.parent / "shared" / "data" / "alpaca_en_demo.json"
+        if not file.is_file():
+            sys.exit("skipped: needs a JSON file of instruction, input, output: python benchmarks/prepare.py FILE")
+        main(str(file), int(sys.argv[2]) if len(sys.argv) > 2 else 7)
