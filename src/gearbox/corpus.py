@@ -39,9 +39,8 @@ BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python num
 BATCH_DOCUMENTS = 64
 NO_NAMES = Names("text", {}, {})  # for records before the first mapping, which do not come as far as to need names
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when its parent dies
-BUILDER_FIRST_SECONDS = (
-    60  # until another rank sees to it; by then the builder holds the lock, unless it reads other data
-)
+# Until another rank sees to it; by then the builder holds the lock, unless it has read other data.
+BUILDER_FIRST_SECONDS = 60
 NUM_SAMPLES = 64  # kept for people to read: those that any split holds out first
 
 

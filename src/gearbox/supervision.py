@@ -21,9 +21,8 @@ from gearbox.forms import BadRow, Chat, Turn
 Span = tuple[int, int]  # characters [first, end) of a rendered chat
 STAND_IN = "\ue000"  # of Unicode's private use: a content that no real one begins or ends with
 CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-TODAY = date(
-    2024, 7, 26
-)  # for templates that print the date, Llama 3.1's own default: tokens must not change overnight
+# For templates that print the date: Llama 3.1's own default. Tokens must not change overnight.
+TODAY = date(2024, 7, 26)
 
 
 class Encoded(NamedTuple):
@@ -49,9 +48,8 @@ class Encoder:
         a, b = (self.backend.encode(letter, add_special_tokens=False).ids for letter in "ab")
         self.pieces_join = self.backend.decode([*a, *b]) == "ab"  # SentencePiece's begin each text with a blank
         self.templates: dict[bool, tuple[str, bool]] = {}
-        self.asks: bool | None = (
-            None  # whether the template adds the head of an answer when asked to; None: not seen yet
-        )
+        # Whether the template adds the head of an answer when asked to; None: not seen yet.
+        self.asks: bool | None = None
         self.shapes: set[tuple[Any, ...]] = set()
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | BadRow]:
