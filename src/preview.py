@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -39,8 +40,12 @@ def main(arguments: list[str]) -> None:
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, tell=screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
     if options.json:
-        for line in preview.lines(documents, prepared):
-            sys.stdout.write(json.dumps(line) + "\n")
+        try:
+            for line in preview.lines(documents, prepared):
+                print(json.dumps(line))
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads it, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     preview.show(screen, preview.first_documents(prepared.training, tokenizer, options.rows))
     for name, text in preview.facts(recipe, documents, prepared, tokenizer).items():

@@ -352,6 +352,13 @@ def test_a_document_of_50_mb(tokenizer, tmp_path, kind):
         assert texts(tokenizer, read(tokenizer, path, "data.on_bad_row=skip")) == ["ok<|end|>"]
 
 
+def test_a_json_file_of_one_line_too_large(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 1000)
+    jsonl(tmp_path / "a.json", [{"text": "x" * 2000}])
+    with pytest.raises(UserError, match=r"a\.json:1: the document has 0\.0 MiB, more than"):
+        read(tokenizer, tmp_path / "a.json")
+
+
 @pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt"])
 def test_an_empty_file(tokenizer, tmp_path, kind, content):
@@ -415,7 +422,8 @@ def test_csv_that_is_none(tokenizer, tmp_path, text, said):
         ('[{"text": "a"},\n{"text": "b"}', ":2: is not JSON: expecting ',' or ']', found the end of the file"),
         ('[{"text": "a"}\n{"text": "b"}]', ":2: is not JSON: expecting ',' or ']'"),
         ('[{"text": "a"}]\n[]', ":2: is not JSON: there is more behind the list"),
-        ("[1,", ":1: must be an object with fields, found a number"),
+        ("[1,", ":1: is not JSON: Expecting value"),
+        ("[1]", ":1: must be an object with fields, found a number"),
         ('{"train": [{"text": "a"}]}', ":1: the fields 'train' are of no known form"),
         (
             '{\n "train": [{"text": "a"}]\n}',
@@ -429,7 +437,7 @@ def test_json_that_is_no_list(tokenizer, tmp_path, text, said):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError) as caught:
         read(tokenizer, tmp_path / "a.json")
-    assert str(caught.value).startswith(f"{tmp_path}/a.json{said}") or said.startswith(":1: must")
+    assert str(caught.value).startswith(f"{tmp_path}/a.json{said}")
 
 
 def test_a_json_list_is_read_through_a_window(tmp_path, monkeypatch):

@@ -78,6 +78,15 @@ def test_one_line_of_json_a_document_in_file_order(call, tokenizer):
     assert texts[0] == "a<|end|>" and texts[3] == "b" * (32 - len("long") - 3) and len(lines[3]["input_ids"]) == 32
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(chat(f"q{i}", "a" * 500)) for i in range(200)))
+    line = f"{sys.executable} src/preview.py data.path={path} batch.row_tokens=1024 --json | head -n 1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["place"].startswith(str(path))
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+
+
 def test_mistakes_are_one_line(call):
     for arguments, said in [
         (["--rows", "many"], "usage: python src/preview.py"),

@@ -46,8 +46,6 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
         _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os._exit(0)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
             _refuse(f"gearbox: {OUT_OF_MEMORY}")

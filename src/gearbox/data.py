@@ -53,6 +53,12 @@ class Pieces:
     def where(self, chosen: np.ndarray) -> Pieces:
         return Pieces(self.document[chosen], self.start[chosen], self.length[chosen], self.targets[chosen])
 
+    def ends(self, num_documents: int) -> np.ndarray:
+        """How many tokens of each document, from its first one, these pieces reach; [num_documents], 0 for none."""
+        ends = np.zeros(num_documents, np.int64)
+        np.maximum.at(ends, self.document, self.start + self.length)
+        return ends
+
 
 def cut(corpus: Any, row_tokens: int, long: list[str]) -> Pieces:
     """The pieces of all documents; `long` says for each origin what becomes of a document longer than a row."""
@@ -85,15 +91,15 @@ def pack(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     Returns the pieces in order of the rows, and where each row begins in that order, [num_rows + 1].
     """
     row_of = np.empty(len(lengths), np.int64)
-    room_of: list[int] = []
+    num_rows = 0
     open_rows: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # by the room that is left
     rooms: list[int] = []  # that some open row has left, sorted
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
-            room, row = row_tokens, len(room_of)
-            room_of.append(row_tokens)
+            room, row = row_tokens, num_rows
+            num_rows += 1
         else:
             room = rooms[at]
             row = open_rows[room].pop()
@@ -104,7 +110,7 @@ def pack(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
             if not open_rows[room - length]:
                 bisect.insort(rooms, room - length)
             open_rows[room - length].append(row)
-    sizes = np.bincount(row_of, minlength=len(room_of)) if len(lengths) else np.empty(0, np.int64)
+    sizes = np.bincount(row_of, minlength=num_rows)
     return np.argsort(row_of, kind="stable"), np.concatenate([[0], np.cumsum(sizes)])
 
 
@@ -154,6 +160,12 @@ class Rows:
         """The pieces of a row, in order."""
         return self.members[self.starts[row_id] : self.starts[row_id + 1]]
 
+    def piece(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and flags of supervision of a piece, [n] both."""
+        document, start = int(self.pieces.document[piece]), int(self.pieces.start[piece])
+        inside = slice(start, start + int(self.pieces.length[piece]))
+        return self.documents.tokens(document)[inside], self.documents.supervised(document)[inside]
+
     def batch(self, row_ids: list[int | None]) -> dict[str, torch.Tensor]:
         """input_ids, position_ids, labels and document_ids, each [B, T] int64; None makes a row without targets.
 
@@ -175,10 +187,8 @@ class Rows:
         for i, row_id in enumerate(row_ids):
             at = 0
             for piece in self.row(row_id) if row_id is not None else ():
-                start, length = int(self.pieces.start[piece]), int(self.pieces.length[piece])
-                document = int(self.pieces.document[piece])
-                tokens = self.documents.tokens(document)[start : start + length]
-                supervised = self.documents.supervised(document)[start : start + length]
+                tokens, supervised = self.piece(piece)
+                length = len(tokens)
                 batch["input_ids"][i, at : at + length] = tokens
                 batch["labels"][i, at : at + length - 1] = np.where(supervised[1:], tokens[1:], IGNORED)
                 batch["document_ids"][i, at : at + length] = piece
@@ -360,8 +370,7 @@ def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing
     pad_token = next(token for token in pads if token is not None)
     long = _policies(corpus, data)
     pieces = cut(corpus, batch.row_tokens, long)
-    dropped = [Dropped(corpus.origins[origin].place(number), reason) for origin, number, reason in corpus.bad]
-    dropped += _without_a_piece(corpus, pieces)
+    dropped = _left_out(corpus, pieces)
     pieces = pieces.where(pieces.targets > 0)
     hashes = _hashes(corpus, pieces)
     is_used = np.zeros(len(corpus), bool)
@@ -372,8 +381,7 @@ def arrange(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing
         held_corpus, held_pieces = corpus, pieces.where(is_held_out[pieces.document])
     else:
         held_corpus, held_pieces = evaluated, cut(evaluated, batch.row_tokens, _policies(evaluated, data))
-        unused = [Dropped(evaluated.origins[o].place(number), reason) for o, number, reason in evaluated.bad]
-        unused += _without_a_piece(evaluated, held_pieces)
+        unused = _left_out(evaluated, held_pieces)
         held_pieces = held_pieces.where(held_pieces.targets > 0)
         if not len(held_pieces):
             raise UserError(f"eval.path: {evaluation.path!r} leaves nothing to evaluate on: {told(unused)}")
@@ -421,12 +429,12 @@ def _policies(corpus: Any, data: Data) -> list[str]:
     return auto if data.long == "auto" else [data.long] * len(auto)
 
 
-def _without_a_piece(corpus: Any, pieces: Pieces) -> list[Dropped]:
-    """The documents of which no piece has a target."""
+def _left_out(corpus: Any, pieces: Pieces) -> list[Dropped]:
+    """The records that could not be used, and the documents of which no piece has a target."""
     has_piece, has_target = (np.zeros(len(corpus), bool) for _ in range(2))
     has_piece[pieces.document] = True
     has_target[pieces.document[pieces.targets > 0]] = True
-    dropped = []
+    dropped = [Dropped(corpus.origins[origin].place(number), reason) for origin, number, reason in corpus.bad]
     for document in np.flatnonzero(~has_target).tolist():
         if not has_piece[document]:
             reason = "longer than a row"
@@ -441,8 +449,7 @@ def _hashes(corpus: Any, pieces: Pieces) -> np.ndarray:
     import xxhash
 
     hashes = corpus.hashes.copy()
-    used = np.zeros(len(corpus), np.int64)
-    np.maximum.at(used, pieces.document, pieces.start + pieces.length)
+    used = pieces.ends(len(corpus))
     for document in np.flatnonzero((used > 0) & (used < corpus.lengths)).tolist():
         hashes[document] = xxhash.xxh3_64_intdigest(corpus.tokens(document)[: used[document]].tobytes())
     return hashes
@@ -451,10 +458,11 @@ def _hashes(corpus: Any, pieces: Pieces) -> np.ndarray:
 def _samples(corpus: Any, pieces: Pieces, num_samples: int) -> list[Sample]:
     """Of the questions that the corpus keeps, those of held-out documents whose prompt fits into a row."""
     samples: list[Sample] = []
+    first_lengths = dict(
+        zip(pieces.document[pieces.start == 0].tolist(), pieces.length[pieces.start == 0], strict=True)
+    )
     for kept in corpus.samples:
-        piece = np.flatnonzero((pieces.document == kept.document) & (pieces.start == 0))
-        if len(samples) < num_samples and len(piece):
-            length = int(pieces.length[piece[0]])
-            prompt = int(np.argmax(corpus.supervised(kept.document)[:length]))
+        if len(samples) < num_samples and kept.document in first_lengths:
+            prompt = int(np.argmax(corpus.supervised(kept.document)[: first_lengths[kept.document]]))
             samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))
     return [sample for sample in samples if sample.prompt]

@@ -93,10 +93,7 @@ def _padding(rows: Rows, rows_per_step: int) -> float:
 
 def document(rows: Rows, piece: int, tokenizer: Any) -> list[tuple[str, bool]]:
     """A piece as runs of text that are supervised or not."""
-    start, length = int(rows.pieces.start[piece]), int(rows.pieces.length[piece])
-    number = int(rows.pieces.document[piece])
-    tokens = rows.documents.tokens(number)[start : start + length]
-    flags = rows.documents.supervised(number)[start : start + length]
+    tokens, flags = rows.piece(piece)
     edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
     return [
         (tokenizer.decode(tokens[first:end].tolist(), clean_up_tokenization_spaces=False), bool(flags[first]))
@@ -124,10 +121,9 @@ def lines(corpus: Any, prepared: Prepared) -> Iterator[dict[str, Any]]:
     ends = np.zeros(len(corpus), np.int64)
     for use, rows in (("held out", prepared.held_out), ("trained", prepared.training)):
         if rows.documents is corpus:
-            pieces = rows.pieces
-            np.maximum.at(ends, pieces.document, pieces.start + pieces.length)
-            uses |= dict.fromkeys(np.unique(pieces.document).tolist(), use)
-    reasons = {(entry.place): entry.reason for entry in prepared.dropped}
+            ends += rows.pieces.ends(len(ends))  # no document is both
+            uses |= dict.fromkeys(np.unique(rows.pieces.document).tolist(), use)
+    reasons = {entry.place: entry.reason for entry in prepared.dropped}
     order = [(int(corpus.origin[i]), int(corpus.number[i]), i) for i in range(len(corpus))]
     for origin, number, i in sorted(
         [*order, *((origin, number, None) for origin, number, _ in corpus.bad)], key=lambda o: o[:2]

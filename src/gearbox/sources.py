@@ -232,7 +232,7 @@ def _no_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
     first = next(lines, None)
     if first is None:
         return
-    if first.value.strip() == b"{":
+    if not isinstance(first.value, Bad) and first.value.strip() == b"{":
         first = first._replace(value=Bad("is an object over several lines; write a list of documents, or one a line"))
     yield first
     yield from lines
