@@ -1,4 +1,4 @@
-"""Ask a trained model a question: python src/ask.py FOLDER "question" [max_new_tokens=64]"""
+"""Ask a trained model a question: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]"""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from gearbox.config import UserError
 
 def main(arguments: list[str]) -> None:
     limits = [a.partition("=")[2] for a in arguments if a.startswith("max_new_tokens=")]
-    words = [a for a in arguments if not a.startswith("max_new_tokens=")]
+    trust = "trust_remote_code=true" in arguments
+    words = [a for a in arguments if not a.startswith(("max_new_tokens=", "trust_remote_code="))]
     if len(words) != 2 or not all(limit.isdigit() for limit in limits):
-        raise UserError('usage: python src/ask.py FOLDER "question" [max_new_tokens=64]')
+        raise UserError('usage: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]')
     folder = Path(words[0])
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder}: holds no model; a run leaves one in runs/<name>/model")
 
     from gearbox.model import load_for_answers
 
-    model, tokenizer = load_for_answers(folder)
+    model, tokenizer = load_for_answers(folder, trust)
     text = words[1]
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template(

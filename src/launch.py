@@ -1,20 +1,33 @@
-"""Check everything that can be checked in a second, then train under a gear. Exit code 2 for the user's mistakes.
+"""Check everything that can be checked in a second, then train under a gear, and go on where a rank dies.
 
 python src/launch.py GEAR [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+
+Exit codes: 0 done; 2 a mistake of yours; 85 saved, the same command goes on; 93 failed, it would fail again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from gearbox import command
 from gearbox.config import ROOT, UserError, accumulation, load_recipe, nearest
 from gearbox.gear import check_against, load_gear
+
+TRAIN = ROOT / "src" / "train.py"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+MAX_RESTARTS = 3  # without a newer checkpoint between them
+LINGER_SECONDS = 120  # for ranks that outlive their launcher: they save and end
+PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
@@ -48,24 +61,98 @@ def main(arguments: list[str]) -> int:
     check_against(
         gear, recipe, recipe_path, *accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
     )
-    return launch([f"--config_file={path}", *flags, str(ROOT / "src" / "train.py"), str(recipe_path), *overrides])
+    return train([f"--config_file={path}", *flags], [str(recipe_path), *overrides])
 
 
-def launch(arguments: list[str]) -> int:
-    """Run `accelerate launch` with these arguments, hand SIGTERM on, and return the exit code of the run."""
+def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
+    """Run the script under `accelerate launch` until it is done, saved or failed; returns the exit code.
+
+    One launcher a try, with a rendezvous of its own: no gear needs another way, and a launcher that dies is no
+    exception. A try that comes to a newer checkpoint is progress.
+    """
+    asked: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
-        refusal = Path(folder) / "refusal"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", *arguments],
-            env=os.environ | {command.REFUSAL_FILE: str(refusal)},
-        )
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the launcher too, which ends the ranks
-        code = process.wait()
-        if refusal.is_file():
-            print(refusal.read_text(encoding="utf-8"), file=sys.stderr)
-            return command.EXIT_USER_ERROR
-        return code
+        outcome_file = Path(folder) / "outcome"
+        environment = os.environ | {
+            command.OUTCOME_FILE: str(outcome_file),
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # it kills after 30 s what still saves
+        }
+        newest = num_restarts = 0
+        while True:
+            code = _attempt([*flags, str(script), *arguments], environment, script, asked)
+            status = command.read_outcome(outcome_file)
+            outcome, saved_step = status.get("outcome"), int(status.get("saved_step", 0))
+            if outcome in ("refused", "failed"):
+                print(status["text"], file=sys.stderr)
+            if outcome in command.EXIT_CODES:
+                return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_CODES[outcome]
+            if asked:  # before there was anything to save, or in too little time: what is saved stays
+                return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_SAVED
+            if not status.get("step"):
+                return code  # it has not come to its first step, and would not the next time
+            num_restarts = 1 if saved_step > newest else num_restarts + 1
+            newest = max(newest, saved_step)
+            if num_restarts > MAX_RESTARTS:
+                print(
+                    f"gearbox: {MAX_RESTARTS} restarts in a row came to no checkpoint after step {newest}; the reason "
+                    f"stands above; {status['run']} keeps what there is",
+                    file=sys.stderr,
+                )
+                return command.EXIT_FAILED
+            print(
+                f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {saved_step}",
+                file=sys.stderr,
+                flush=True,
+            )
+            environment[command.RUN_FOLDER] = status["run"]
+
+
+def _attempt(arguments: list[str], environment: dict[str, str], script: Path, asked: list[int]) -> int:
+    """One `accelerate launch`, with signals handed to the ranks; returns its exit code once no rank is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", *arguments],
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
+        preexec_fn=_end_with_parent,
+    )
+    ranks: list[psutil.Process] = []
+
+    def look() -> None:
+        try:
+            children = psutil.Process(process.pid).children()
+            ranks[:] = [child for child in children if str(script) in child.cmdline()] or ranks
+        except psutil.Error:
+            return
+
+    def hand_on(number: int, _: Any) -> None:
+        asked.append(number)
+        look()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if not ranks:
+            process.terminate()
+
+    usual = {number: signal.signal(number, hand_on) for number in SIGNALS}
+    try:
+        while process.poll() is None:
+            try:
+                process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                look()
+        _, alive = psutil.wait_procs(ranks, timeout=LINGER_SECONDS)
+        for rank in alive:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    return process.returncode
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

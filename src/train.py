@@ -8,23 +8,25 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import yaml
 from rich.markup import escape
 
-from gearbox import command
+from gearbox import command, watch
 from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
 from gearbox.gear import Gear, check_against, find_gear
+from gearbox.redact import redact
 
 
-def main(arguments: list[str], gear: Gear | None = None) -> None:
+def main(arguments: list[str], gear: Gear | None = None) -> int:
+    watching = watch.Watch()
     recipe_path, overrides = command.split_arguments(arguments)
     recipe = load_recipe(recipe_path, overrides)
     gear = gear or find_gear()
@@ -35,18 +37,34 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
-    from gearbox import backend, corpus, data, evaluation, loss, metrics, model, optim, preview, report
+    from gearbox import (
+        backend,
+        corpus,
+        data,
+        evaluation,
+        loss,
+        metrics,
+        model,
+        optim,
+        preview,
+        report,
+        runs,
+        saving,
+        tensors,
+    )
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     backend.check_ranks(gear)
     # Before the process group exists: tokenizing may take longer than a collective may wait.
     screen = metrics.console(backend.is_first())
+    if recipe.model.trust_remote_code:
+        screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {recipe.model.name}[/]")
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
     processes = backend.start_processes(gear)
-    backend.check_same(processes, f"{documents.key} {evaluated.key if evaluated else ''}")
+    backend.check_same(f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
@@ -55,15 +73,19 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             f"hint: {idle} more GPUs of this machine are idle; ddp, fsdp and zero3 use --num_processes N of them"
         )
 
-    with run_folder(recipe, recipe_path, gear, processes) as folder:
-        source = weights_of(recipe, tokenizer, folder, processes)
-        dtype = model.stored_dtype(source, recipe.model.revision)
+    name = f"{recipe_path.stem}-{gear.name}"
+    with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
+        source = weights_of(recipe, tokenizer, run.folder, processes)
+        dtype = model.stored_dtype(source, recipe.model)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe.model, recipe.adapter, recipe.train.seed,
             backend.precision(gear), recipe.optim.master_weights,
         )  # fmt: skip
         wrapped, optimizer = backend.prepare(accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
+        bare = accelerator.unwrap_model(wrapped)
+        if run.checkpoint is not None:
+            run.restore(bare, wrapped, optimizer)
         facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
         loss.check(
             wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
@@ -75,36 +97,73 @@ def main(arguments: list[str], gear: Gear | None = None) -> None:
             if not isolated:
                 facts["packed documents"] += ": this model does not keep them apart, so each row holds one document"
                 prepared = data.arrange(recipe, documents, evaluated, tokenizer, packing=False)
+        backend.settle(accelerator, wrapped, prepared.training.batch([None]))
+        rows_key = f"{documents.key} {prepared.training.key}"
+        base = (
+            backend.first_decides(lambda: model.fingerprint(source, recipe.model))
+            if recipe.adapter.method != "none"
+            else None
+        )
+        run.check_same(rows_key, base)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
+        size = tensors.state_bytes(bare, optimizer)
+        facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
-        facts = print_plan(screen, recipe, facts, num_steps, micro_rows, folder)
+        facts = print_plan(screen, recipe, facts, num_steps, micro_rows, run.folder)
+        if run.checkpoint is not None:
+            screen.print(f"[bold]goes on[/] from {run.checkpoint}, step {run.progress.step} of {num_steps}")
         shown = preview.first_documents(prepared.training, tokenizer, 5)
         preview.show(screen, shown[:1], preview.SHOWN_CHARACTERS)
         if processes.is_main_process:
-            write_dropped([*prepared.dropped, *prepared.dropped_of_evaluation], folder)
+            write_dropped([*prepared.dropped, *prepared.dropped_of_evaluation], run.folder)
 
         def samples() -> list[str]:
             ask = (accelerator, wrapped, tokenizer)
             return [evaluation.answer(*ask, sample.prompt, recipe.eval.sample_tokens) for sample in prepared.samples]
 
-        with metrics.Metrics(folder, screen, num_steps) as log:
-            before = samples()
-            fit(recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, log)
+        def describe() -> dict[str, Any]:
+            return {
+                "parameters": tensors.shapes(bare), "scalars": tensors.scalars(bare, optimizer),
+                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": versions(),
+                "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
+            }  # fmt: skip
+
+        if not run.progress.step:
+            run.progress.answers_before = samples()
+        with metrics.Metrics(run.folder, screen, num_steps, run.progress) as log:
+            checkpoints = saving.Saver(
+                run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
+                saved_step=run.saved_step, agree=backend.agree, gather=backend.gather,
+                pieces=lambda: tensors.held(bare, optimizer, processes.process_index, processes.num_processes),
+                describe=describe, tell=lambda **said: tell_of_save(run, log, processes.is_main_process, **said),
+            )  # fmt: skip
+            watching.guard(backend.ranks_of_this_machine())
+            stopped = fit(
+                recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, log, checkpoints,
+                watching,
+            )  # fmt: skip
+            if stopped:
+                watching.rest()
+                return end_saved(run, checkpoints.saved_step, screen, accelerator)
+            watching.rest(ignores_signals=checkpoints.saved_step < num_steps)
             after = samples()
 
-        tensors = backend.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
-        model.save(accelerator.unwrap_model(wrapped), tensors, tokenizer, source, dtype, folder / "model")
+        trained = tensors.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
+        model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:
-            answered = samples_of(prepared.samples, before, after)
+            answered = samples_of(prepared.samples, run.progress.answers_before, after)
             print_samples(screen, answered)
-            report.write(folder, facts, shown, answered)
-            reply = ask_saved(folder / "model", prepared.samples[0].question if prepared.samples else "Hello")
+            report.write(run.folder, facts, shown, answered)
+            question = prepared.samples[0].question if prepared.samples else "Hello"
+            reply = ask_saved(run.folder / "model", question, recipe.model.trust_remote_code)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
-            screen.print(f"the run on a page: {folder / 'report.html'}; every step's numbers: metrics.jsonl")
-            screen.print(f"[bold green]done[/]  the model lies in {folder / 'model'}")
+            screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
+            run.says("done", saved_step=checkpoints.saved_step)
+            screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
+    return 0
 
 
 def fit(
@@ -115,59 +174,128 @@ def fit(
     prepared: Any,
     num_steps: int,
     micro_rows: int,
+    run: Any,
     log: Any,
-) -> None:
-    """The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine."""
+    checkpoints: Any,
+    watching: watch.Watch,
+) -> bool:
+    """The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine.
+
+    Returns whether it was asked to stop, and has saved all that is to be gone on from.
+    """
     from gearbox import backend, data, evaluation, optim
 
-    rows = prepared.training
+    rows, progress = prepared.training, run.progress
     order = data.order(recipe, rows)
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    first_step = progress.step
 
-    def look(step: int) -> None:
-        if len(prepared.held_out):
-            log.evaluation(
-                step, evaluation.evaluate(accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows)
-            )
+    def goes_on() -> bool:
+        watching.beat(f"step {progress.step}, evaluation")
+        return not any(backend.agree([watching.asked is not None]))
 
-    look(0)
-    rows_hash = ""
-    for step in range(num_steps):
-        batch = data.make_step(rows, order.step(step), rank, num_ranks, micro_rows)
-        rate = optim.learning_rate(step, num_steps, recipe.optim, recipe.schedule)
+    while True:
+        is_last = progress.step == num_steps
+        due = is_last or (progress.step % recipe.eval.every == 0 if recipe.eval.every else progress.step == 0)
+        if due and progress.evaluated < progress.step and len(prepared.held_out):
+            result = evaluation.evaluate(accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows, goes_on)
+            if result is not None:
+                progress.evaluated, progress.eval_loss = progress.step, result.loss
+                log.evaluation(result)
+        watching.beat(f"step {progress.step}, boundary")
+        stop = checkpoints.boundary(progress, num_steps, stop=watching.asked is not None)
+        if stop or is_last:
+            return stop and (not is_last or checkpoints.saved_step == progress.step)
+
+        watching.beat(f"step {progress.step + 1}, rows")
+        batch = data.make_step(rows, order.step(progress.step), rank, num_ranks, micro_rows)
+        backend.draw_from(recipe.train.seed, progress.step, rank)
+        rate = optim.learning_rate(progress.step, num_steps, recipe.optim, recipe.schedule)
         backend.set_learning_rate(optimizer, rate)
-        loss, grad_norm = train_step(accelerator, model, optimizer, batch, recipe.optim.max_grad_norm)
-        rows_hash = data.chain_hash(rows_hash, batch.row_ids)
-        log.step(
-            step + 1, loss=loss, grad_norm=grad_norm, lr=rate, rows_hash=rows_hash,
-            num_tokens=batch.num_tokens, num_targets=batch.num_targets,
+        loss, grad_norm = train_step(
+            accelerator, model, optimizer, batch, recipe.optim.max_grad_norm,
+            lambda part: watching.beat(f"step {progress.step + 1}, {part}"),
         )  # fmt: skip
-        if not math.isfinite(loss):
-            raise UserError(f"step {step + 1}: the loss is {loss}; lower optim.lr, or look at the data")
-        if step + 1 == num_steps or (recipe.eval.every and (step + 1) % recipe.eval.every == 0):
-            look(step + 1)
+        skipped = not math.isfinite(grad_norm)
+        is_spike = progress.advance(
+            rows_hash=data.chain_hash(progress.rows_hash, batch.row_ids),
+            num_tokens=batch.num_tokens, num_targets=batch.num_targets, loss=loss, skipped=skipped,
+        )  # fmt: skip
+        log.step(
+            loss=loss, grad_norm=grad_norm, lr=rate, num_tokens=batch.num_tokens, is_spike=is_spike, skipped=skipped
+        )
+        if progress.num_skipped_in_a_row >= recipe.run.max_bad_steps:
+            raise UserError(
+                f"step {progress.step}: the loss is {loss} and the gradient's norm {grad_norm}, and not finite for "
+                f"{progress.num_skipped_in_a_row} steps in a row (run.max_bad_steps); lower optim.lr, or look at the "
+                f"rows {batch.row_ids}: {rows.places(batch.row_ids)}"
+            )
+        if progress.step == first_step + 1:
+            if accelerator.is_main_process:
+                run.says("running")
+            backend.limit_waiting(recipe.run.hang_timeout + watch.GRACE_SECONDS)
+            watching.limit(run.folder / "hang", recipe.run.hang_timeout)
 
 
-def train_step(accelerator: Any, model: Any, optimizer: Any, batch: Any, max_grad_norm: float) -> tuple[float, float]:
+def train_step(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    max_grad_norm: float,
+    beat: Callable[[str], None] = lambda part: None,
+) -> tuple[float, float]:
     """One optimizer step over this rank's micro batches; returns the loss and gradient norm of the whole step.
 
     The loss is the sum over the target tokens of all ranks, divided by their count. Engines average over ranks and
-    divide by the micro batches, so both are multiplied back.
+    divide by the micro batches, so both are multiplied back. Where loss or gradient are not finite on one rank, the
+    norm is finite on none, and no rank takes the step.
     """
+    from gearbox import backend
+
     averaged_over = accelerator.num_processes * len(batch.micro_batches)
     total = 0.0
     grad_norm = 0.0
-    for micro in batch.micro_batches:
+    for number, micro in enumerate(batch.micro_batches, start=1):
+        beat(f"micro batch {number}")
         inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
         with accelerator.accumulate(model):
             share = model(**inputs) / max(1, batch.num_targets)
-            accelerator.backward(share * averaged_over)
             total += share.detach()
             if accelerator.sync_gradients:
-                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-            optimizer.step()
+                total = accelerator.reduce(total, "sum")
+                share = share * (1 + 0 * total)  # 1, or NaN if any rank's loss is not finite
+            accelerator.backward(share * averaged_over)
+            if accelerator.sync_gradients:
+                beat("gradient norm")
+                grad_norm = backend.clip_gradients(accelerator, model, max_grad_norm)
+            if math.isfinite(grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
-    return accelerator.reduce(total, "sum").item(), grad_norm
+    return float(total), grad_norm
+
+
+def tell_of_save(run: Any, log: Any, is_main: bool, **said: Any) -> None:
+    log.save(**said)
+    if "saved" in said and is_main:
+        run.says("running", saved_step=said["saved"])
+
+
+def end_saved(run: Any, saved_step: int, screen: Any, accelerator: Any) -> int:
+    """The run was asked to stop: say from where it goes on; returns the exit code."""
+    text = f"stopped at step {run.progress.step}; the same command goes on from step {saved_step}"
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        run.says("saved", text, saved_step)
+    screen.print(f"[bold green]saved[/]  {text}")
+    return command.exit_code("saved")
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about numbers."""
+    names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
+    found = {name: version(name) for name in names if find_spec(name)}
+    return {"python": sys.version.split()[0], **found}
 
 
 def neighbours_seen(accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
@@ -206,49 +334,10 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
     return str(base)
 
 
-@contextmanager
-def run_folder(recipe: Recipe, recipe_path: Path, gear: Gear, processes: Any) -> Iterator[Path]:
-    """A folder that no other run has, made by rank 0; taken away again if the run ends before its first step."""
-    from accelerate.utils import broadcast_object_list
-
-    name = recipe.run.name or f"{recipe_path.stem}-{gear.name}"
-    found = [str(claim_folder(Path(recipe.run.dir), name)) if processes.is_main_process else ""]
-    if processes.num_processes > 1:
-        found = broadcast_object_list(found)
-    folder = Path(found[0])
-    try:
-        if processes.is_main_process:
-            resolved = recipe.model_dump(mode="json")
-            (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
-        yield folder
-    except BaseException:
-        metrics_file = folder / "metrics.jsonl"
-        started = metrics_file.is_file() and '"rows_hash"' in metrics_file.read_text(encoding="utf-8")
-        if processes.is_main_process and not started:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def claim_folder(parent: Path, name: str) -> Path:
-    """The first of name, name-2, name-3, ... that is free, made now."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            folder = parent / (name if number == 1 else f"{name}-{number}")
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:
-                number += 1
-    except OSError as error:
-        raise UserError(f"run.dir: {parent} cannot be written: {error.strerror}") from None
-
-
 def write_dropped(dropped: list[Any], folder: Path) -> None:
     """List the documents that are not trained, so that none is lost in silence."""
     if dropped:
-        lines = [json.dumps({"place": entry.place, "reason": entry.reason}) + "\n" for entry in dropped]
+        lines = [redact(json.dumps({"place": entry.place, "reason": entry.reason})) + "\n" for entry in dropped]
         (folder / "dropped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -290,7 +379,7 @@ def _short(text: str) -> str:
     return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
 
 
-def ask_saved(folder: Path, question: str) -> str:
+def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
     """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
     inherited = (
         "RANK",
@@ -303,9 +392,11 @@ def ask_saved(folder: Path, question: str) -> str:
         "TORCHELASTIC",
         "ACCELERATE",
         "FSDP_",
+        "GEARBOX_",
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(inherited)}
     ask = [sys.executable, str(Path(__file__).with_name("ask.py")), str(folder), question]
+    ask += ["trust_remote_code=true"] if trust_remote_code else []
     outcome = subprocess.run(
         ask, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
     )

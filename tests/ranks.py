@@ -19,7 +19,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 import train as train_script
-from gearbox import backend, corpus, data, evaluation, metrics, model, optim, preview  # noqa: F401  warm
+from gearbox import backend, corpus, data, evaluation, metrics, model, optim, preview, saving, tensors  # noqa: F401  warm
 from gearbox.config import ROOT, UserError
 from gearbox.gear import load_gear
 
@@ -92,8 +92,7 @@ def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[
                         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
                         LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                     )  # fmt: skip
-                work()
-                code = 0
+                code = work() or 0
             except UserError as error:
                 print(error)
                 code = 2
@@ -134,8 +133,8 @@ def run_ranks(gear_name: str, arguments: list[str], runs: Path, num_processes: i
     environment = launcher_environment(path, num_processes)
     before = set(runs.glob("*")) if runs.exists() else set()
 
-    def work() -> None:
-        train_script.main(arguments, gear)
+    def work() -> int:
+        return train_script.main(arguments, gear)
 
     codes, output = fork_ranks(gear.num_processes, environment, work)
     made = (set(runs.glob("*")) if runs.exists() else set()) - before

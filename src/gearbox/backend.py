@@ -7,21 +7,27 @@ is what runs. On a machine without a GPU the same engine runs on gloo in fp32, w
 from __future__ import annotations
 
 import logging
+import math
 import os
+import socket
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.tensor import DTensor
 
 from gearbox.config import Recipe, UserError
 from gearbox.gear import Gear
+from gearbox.tensors import WHOLE, bare_optimizer, bytes_held
 
+LOADING_TIMEOUT = timedelta(hours=2)  # of a collective until the first step is done; then backend.limit_waiting
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -80,7 +86,7 @@ def start_processes(gear: Gear) -> PartialState:
     """Join the process group, after check_ranks."""
     quiet_libraries()
     if not is_rehearsal():
-        return PartialState()
+        return PartialState(timeout=LOADING_TIMEOUT)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
     if gear.engine == "zero":
@@ -88,8 +94,10 @@ def start_processes(gear: Gear) -> PartialState:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each rank compiles it for 100 s
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    state = PartialState(cpu=True)
+        deepspeed.init_distributed(
+            dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=LOADING_TIMEOUT
+        )
+    state = PartialState(cpu=True, timeout=LOADING_TIMEOUT)
     if gear.engine in ("fsdp", "zero"):
         # accelerate turns FSDP and ZeRO into data parallelism for MULTI_CPU; as MULTI_GPU it takes them as they are,
         # and the device stays the CPU. The attribute is private: nowhere else is it touched.
@@ -97,11 +105,60 @@ def start_processes(gear: Gear) -> PartialState:
     return state
 
 
-def check_same(processes: PartialState, what: str) -> None:
-    """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
+def place() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    return PartialState().process_index, PartialState().num_processes
+
+
+def gather(found: Any) -> list[Any]:
+    """The object of each rank, by rank, on every rank."""
     from accelerate.utils import gather_object
 
-    found = gather_object([what]) if processes.num_processes > 1 else [what]
+    return list(gather_object([found])) if PartialState().num_processes > 1 else [found]
+
+
+def first_decides(work: Callable[[], Any]) -> Any:
+    """What rank 0's call returns, on every rank; its UserError too."""
+    result, refusal = None, None
+    if is_first():
+        try:
+            result = work()
+        except UserError as error:
+            refusal = str(error)
+    result, refusal = gather((result, refusal))[0]
+    if refusal is not None:
+        raise UserError(refusal)
+    return result
+
+
+def agree(numbers: list[int]) -> list[int]:
+    """The sums over all ranks."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return [int(number) for number in numbers]
+    counted = torch.tensor([int(number) for number in numbers], device=state.device)
+    torch.distributed.all_reduce(counted)
+    return counted.tolist()
+
+
+def ranks_of_this_machine() -> dict[int, int]:
+    """Rank to process id."""
+    found = gather((socket.gethostname(), os.getpid()))
+    return {rank: pid for rank, (host, pid) in enumerate(found) if host == socket.gethostname()}
+
+
+def limit_waiting(seconds: float) -> None:
+    """From here on a collective that takes longer fails. Loading takes long; a step does not."""
+    if torch.distributed.is_initialized():
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def check_same(what: str) -> None:
+    """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
+    found = gather(what)
     if len({*found}) > 1:
         others = ", ".join(str(rank) for rank, read in enumerate(found) if read != found[0])
         raise UserError(
@@ -152,9 +209,21 @@ def _fsdp_policy(gear: Gear) -> Any:
 def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Model and optimizer as the engine runs them."""
     model, optimizer = accelerator.prepare(model, optimizer)
-    if type(_bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
-        step_on_local_shards(_bare_optimizer(optimizer))
+    if type(bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
+        step_on_local_shards(bare_optimizer(optimizer))
     return model, optimizer
+
+
+def settle(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Let DDP order its buckets before step 1, by a backward pass of a batch without targets.
+
+    The first pass decides it, and with it which rank's gradients are added first: from 3 ranks on a resumed run would
+    otherwise differ in the last bit from one that was never interrupted.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        inputs = {name: tensor.to(accelerator.device) for name, tensor in batch.items() if name != "document_ids"}
+        model(**inputs).backward()
+        model.zero_grad()
 
 
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -163,8 +232,10 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             if isinstance(parameter, DTensor):
-                pairs.append((parameter, torch.nn.Parameter(parameter.to_local())))
-                group["params"][i] = pairs[-1][1]
+                local = torch.nn.Parameter(parameter.to_local())
+                setattr(local, WHOLE, parameter)  # by which its state is saved under its name
+                pairs.append((parameter, local))
+                group["params"][i] = local
 
     def lend_gradients(*_: Any) -> None:
         for parameter, local in pairs:
@@ -178,55 +249,25 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(drop_gradients)
 
 
-def _bare_optimizer(optimizer: Any) -> Any:
-    """Under accelerate's wrapper and DeepSpeed's."""
-    while hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def set_learning_rate(optimizer: Any, rate: float) -> None:
     """Before the backward pass of the last micro batch: DeepSpeed takes its step inside it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-def whole_parameters(accelerator: Accelerator, model: Any, only_trainable: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
+def clip_gradients(accelerator: Accelerator, model: Any, max_norm: float) -> float:
+    """Clip the gradient of the whole step and return its norm before; not finite where the step must be skipped.
 
-    Persistent buffers come along. Every rank must run it to its end.
+    ZeRO has clipped already, and taken its step: none, if the norm was not finite.
     """
-    bare = accelerator.unwrap_model(model)
-    buffers = set(bare.state_dict(keep_vars=True)) - {name for name, _ in bare.named_parameters()}
-    for name, parameter in [*bare.named_parameters(), *((n, b) for n, b in bare.named_buffers() if n in buffers)]:
-        if only_trainable and not parameter.requires_grad:
-            continue
-        if isinstance(parameter, DTensor):
-            whole = parameter.full_tensor()
-        elif hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.data.clone() if accelerator.is_main_process else parameter.data
-        else:
-            whole = parameter
-        if accelerator.is_main_process:
-            yield name, whole.detach().cpu().clone()
+    if getattr(getattr(model, "optimizer", None), "overflow", False):
+        return math.nan
+    return float(accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf))
 
 
-def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the parameters that this rank holds between steps, and of all shards together."""
-    held = whole = 0
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            local, numel = parameter.to_local().numel(), parameter.numel()
-        elif hasattr(parameter, "ds_tensor"):
-            local, numel = parameter.ds_tensor.numel(), parameter.ds_numel
-        else:
-            local = numel = parameter.numel()
-        held += local * parameter.element_size()
-        whole += numel * parameter.element_size()
-    return held, whole
+def draw_from(*numbers: int) -> None:
+    """Let random numbers follow from these alone: with (seed, step, rank) a resumed run draws what it would have."""
+    set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def verify(

@@ -1,21 +1,33 @@
-"""How a command starts and ends: the user's mistakes in one line with exit code 2, ours with a traceback."""
+"""How a command starts and ends: the user's mistakes in one line with exit code 2, ours with a traceback.
+
+A run's outcome is written to status.json in its folder, and to the file that src/launch.py names, which turns it into
+an exit code: `accelerate launch` itself can only say 1.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
 from gearbox.config import DEFAULT_RECIPE, ROOT, UserError
 from gearbox.gear import launcher_process
+from gearbox.redact import guard_streams, redacted
 
+EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
-REFUSAL_FILE = "GEARBOX_REFUSAL_FILE"  # set by src/launch.py: where rank 0 leaves the line instead of printing it
+EXIT_SAVED = 85  # go on with the same command
+EXIT_FAILED = 93  # the same command would fail again
+EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "failed": EXIT_FAILED}
+OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"  # set by src/launch.py: where the outcome is left for it
+RUN_FOLDER = "GEARBOX_RUN"  # set by src/launch.py at a restart: the folder to go on in
 RANK_0_SPEAKS_SECONDS = 20
 OUT_OF_MEMORY = (
     "out of GPU memory: lower batch.micro_rows (the result stays), set model.gradient_checkpointing=true, train an "
@@ -35,6 +47,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call main with the command line and exit. Only rank 0 says what was wrong."""
+    guard_streams()
     try:
         code = main(sys.argv[1:])
         if "RANK" in os.environ:
@@ -51,7 +64,42 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
             _refuse(f"gearbox: {OUT_OF_MEMORY}")
         if "RANK" in os.environ:
             print(f"gearbox: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
-        raise
+        traceback.print_exc()
+        _exit(EXIT_CRASHED)
+
+
+def conclude(outcome: str, text: str, folder: Path | None = None, **facts: Any) -> None:
+    """Write an outcome (running, done, saved, failed, refused) where people and src/launch.py look for it."""
+    status = {"outcome": outcome, "text": text, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
+    places = [folder / "status.json"] if folder is not None and folder.is_dir() else []
+    if OUTCOME_FILE in os.environ:
+        places.append(Path(os.environ[OUTCOME_FILE]))
+    for place in places:
+        aside = place.with_name(f".{place.name}.{os.getpid()}")
+        aside.write_text(json.dumps(redacted(status)) + "\n", encoding="utf-8")
+        aside.replace(place)
+
+
+def read_outcome(path: Path) -> dict[str, Any]:
+    """What `conclude` wrote, or {}."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def exit_code(outcome: str) -> int:
+    """Of this process. Under a launcher only 0 does not look like a failure: there the outcome file speaks."""
+    return 0 if "RANK" in os.environ or launcher_process() is not None else EXIT_CODES[outcome]
+
+
+def end_unsaved(why: str) -> NoReturn:
+    """End at once where there is nothing to save, from any thread. The code is a failure's: the other ranks end too."""
+    conclude("saved", f"{why}, with nothing to save")
+    direct = "RANK" not in os.environ and launcher_process() is None
+    if os.environ.get("RANK", "0") == "0":
+        print(f"gearbox: {why}: there is nothing to save", file=sys.stderr, flush=True)
+    os._exit(130 if why == "SIGINT" else EXIT_SAVED if direct else EXIT_CRASHED)
 
 
 def _refuse(text: str) -> NoReturn:
@@ -59,8 +107,9 @@ def _refuse(text: str) -> NoReturn:
         # Rank 0 has the same to say, and then the launcher ends this rank. If it does not, the mistake is ours alone.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     launcher = launcher_process()
-    if REFUSAL_FILE in os.environ:
-        Path(os.environ[REFUSAL_FILE]).write_text(text, encoding="utf-8")
+    if OUTCOME_FILE in os.environ:
+        if read_outcome(Path(os.environ[OUTCOME_FILE])).get("outcome") != "failed":  # a run that had begun said it
+            conclude("refused", text)
     elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1, and nothing speaks after it
         _print_after(launcher, text)
     else:

@@ -38,6 +38,7 @@ FORMS = {
     "prompt": (("prompt", "completion"), ("system", "tools")),
     "text": (("text",), ()),
 }
+RESUME = ("auto", "latest", "never")  # or the folder of a checkpoint
 TURN_FIELDS = ("role", "content", "from", "value")
 
 
@@ -86,6 +87,8 @@ class Model(Group):
     """A folder with config.json, or the id of a model on the Hugging Face hub."""
     revision: str | None = None
     """Commit, tag or branch of a hub model; null is its default branch."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model, which can do whatever you can. Off unless you have read it."""
     init: Literal["pretrained", "random"] = "pretrained"
     """pretrained loads the weights; random draws them from train.seed, by the model's config.json."""
     quantize: Literal["nf4"] | None = None
@@ -226,6 +229,13 @@ class Eval(Group):
     """Longest sample answer, in tokens."""
 
 
+class Save(Group):
+    every: Int = Field(100, ge=0)
+    """Steps between two checkpoints, and one at the end; 0 saves only when a signal ends the run."""
+    keep: Int = Field(2, ge=2)
+    """Newest checkpoints that are kept, beside the one with the lowest held-out loss."""
+
+
 class Run(Group):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder of the run below run.dir; null is <recipe>-<gear>, with -2, -3, ... where that is taken."""
@@ -233,6 +243,13 @@ class Run(Group):
     """Folder that holds the runs."""
     rehearse: bool = False
     """Same architecture, two narrow layers, random weights, no network: for a laptop."""
+    resume: str = "auto"
+    """auto goes on with an unfinished run of that name; latest also with a finished one, for more steps; never starts
+    anew; a checkpoint's folder starts a new run from it."""
+    hang_timeout: Float = Field(600.0, gt=0)
+    """Seconds without progress, after the first step, until each rank's stack is written and the run ends."""
+    max_bad_steps: Int = Field(3, ge=1)
+    """Steps in a row whose loss or gradient is not finite, all of them skipped, until the run ends."""
 
 
 class Recipe(Group):
@@ -244,6 +261,7 @@ class Recipe(Group):
     schedule: Schedule = Schedule()
     train: Train
     eval: Eval = Eval()
+    save: Save = Save()
     run: Run = Run()
 
     @model_validator(mode="after")
@@ -344,6 +362,9 @@ def _missing_files(recipe: Recipe) -> list[str]:
         problems += _missing_data("data.path", path)
     if recipe.eval.path is not None:
         problems += _missing_data("eval.path", recipe.eval.path)
+    resume = recipe.run.resume
+    if resume not in RESUME and not (Path(resume) / "manifest.json").is_file():
+        problems.append(f"run.resume: {resume!r} is none of {', '.join(RESUME)}, nor a checkpoint's folder")
     if recipe.data.chat_template is not None and not Path(recipe.data.chat_template).is_file():
         problems.append(f"data.chat_template: there is no file {recipe.data.chat_template!r}")
     return problems if not recipe.run.rehearse else [p for p in problems if not p.startswith("model.")]

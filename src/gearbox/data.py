@@ -12,10 +12,12 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 
 from gearbox.config import Data, Recipe, UserError, accumulation
 
@@ -26,11 +28,13 @@ SLOTS = 1000  # the shares of weighted sources are kept to within one row of so 
 
 
 class Documents(Protocol):
-    """What rows are made of: token ids [n] int32 and flags of supervision [n] int8, by number."""
+    """What rows are made of: token ids [n] int32, flags of supervision [n] int8 and file:line, by number."""
 
     def tokens(self, document: int) -> np.ndarray: ...
 
     def supervised(self, document: int) -> np.ndarray: ...
+
+    def place(self, document: int) -> str: ...
 
 
 # --------------------------------------------------------------------------- pieces
@@ -165,6 +169,20 @@ class Rows:
         document, start = int(self.pieces.document[piece]), int(self.pieces.start[piece])
         inside = slice(start, start + int(self.pieces.length[piece]))
         return self.documents.tokens(document)[inside], self.documents.supervised(document)[inside]
+
+    @cached_property
+    def key(self) -> str:
+        """Identifies which tokens of the corpus stand in which row: equal keys of rows and corpus, equal training."""
+        digest = xxhash.xxh3_128()
+        for array in (self.pieces.document, self.pieces.start, self.pieces.length, self.members, self.starts):
+            digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        return digest.hexdigest()
+
+    def places(self, row_ids: list[int], num_shown: int = 8) -> str:
+        """Where the documents of these rows come from, for people: the first few."""
+        documents = [int(self.pieces.document[piece]) for row_id in row_ids for piece in self.row(row_id)]
+        shown = [self.documents.place(document) for document in documents[:num_shown]]
+        return ", ".join(shown) + (f" and {len(documents) - num_shown} more" if len(documents) > num_shown else "")
 
     def batch(self, row_ids: list[int | None]) -> dict[str, torch.Tensor]:
         """input_ids, position_ids, labels and document_ids, each [B, T] int64; None makes a row without targets.
@@ -446,8 +464,6 @@ def _left_out(corpus: Any, pieces: Pieces) -> list[Dropped]:
 
 def _hashes(corpus: Any, pieces: Pieces) -> np.ndarray:
     """Of the tokens of each document that are used: two that differ behind the cut alone are the same."""
-    import xxhash
-
     hashes = corpus.hashes.copy()
     used = pieces.ends(len(corpus))
     for document in np.flatnonzero((used > 0) & (used < corpus.lengths)).tolist():

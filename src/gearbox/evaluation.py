@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,25 @@ class Evaluation:
     """
 
 
-def evaluate(accelerator: Any, model: torch.nn.Module, rows: Rows, rows_at_once: int, micro_rows: int) -> Evaluation:
-    """One pass over all held-out rows, dealt like training rows, so that any number of ranks agrees."""
+def evaluate(
+    accelerator: Any,
+    model: torch.nn.Module,
+    rows: Rows,
+    rows_at_once: int,
+    micro_rows: int,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Evaluation | None:
+    """One pass over all held-out rows, dealt like training rows, so that any number of ranks agrees.
+
+    None, if `goes_on`, which all ranks ask together before each portion of rows, says no.
+    """
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)  # loss, targets, exact documents, documents
     with torch.no_grad():
         for first in range(0, len(rows), rows_at_once):
+            if not goes_on():
+                model.train()
+                return None
             ids = list(range(first, min(first + rows_at_once, len(rows))))
             step = make_step(rows, ids, accelerator.process_index, accelerator.num_processes, micro_rows)
             for micro in step.micro_batches:

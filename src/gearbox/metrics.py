@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -10,8 +12,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+
+from gearbox.progress import Progress
+from gearbox.redact import redacted
 
 LINE_SECONDS = 10  # between two progress lines where there is no terminal to draw a bar on
 
@@ -29,24 +35,36 @@ def memory_peak_bytes() -> int:
 
 
 class Metrics:
-    """Writes a line a step. Every rank makes one and calls it alike; only rank 0's leaves anything."""
+    """Writes a line a step. Every rank makes one and calls it alike; only rank 0's leaves anything.
 
-    def __init__(self, folder: Path, screen: Console, num_steps: int) -> None:
-        self.folder, self.screen, self.num_steps = folder, screen, num_steps
+    What a run before wrote of steps that are done again is dropped.
+    """
+
+    def __init__(self, folder: Path, screen: Console, num_steps: int, progress: Progress) -> None:
+        self.folder, self.screen, self.num_steps, self.progress = folder, screen, num_steps, progress
+        self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
-        self.started = self.last = self.last_line = time.perf_counter()
-        self.tokens = self.tokens_supervised = 0
+        self.last = self.last_line = time.perf_counter()
+        self.first_step = progress.step + 1
+        self.idle_since: float | None = None
+        """When a run before this one wrote its last line, in seconds since 1970."""
 
     def __enter__(self) -> Metrics:
         if self.writes:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
-            self.board = SummaryWriter(self.folder / "tensorboard")
-            text = TextColumn("{task.fields[text]}")
-            columns = (BarColumn(bar_width=16), MofNCompleteColumn(), text, TimeRemainingColumn())  # 80 letters in all
-            self.bar = Progress(*columns, console=self.screen, disable=not self.screen.is_terminal, transient=True)
-            self.task = self.bar.add_task("training", total=self.num_steps, text="")
+            if self.path.is_file():
+                self.idle_since = self.path.stat().st_mtime
+                drop_after(self.path, self.progress.step, self.progress.evaluated)
+            self.file = self.path.open("a", encoding="utf-8")
+            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.first_step)
+            text = rich_progress.TextColumn("{task.fields[text]}")
+            counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
+            columns = (rich_progress.BarColumn(bar_width=16), counter, text, left)  # 80 letters in all
+            self.bar = rich_progress.Progress(
+                *columns, console=self.screen, disable=not self.screen.is_terminal, transient=True
+            )
+            self.task = self.bar.add_task("training", total=self.num_steps, text="", completed=self.progress.step)
             self.bar.start()
         return self
 
@@ -56,42 +74,84 @@ class Metrics:
             self.board.close()
             self.file.close()
 
-    def step(self, step: int, *, num_tokens: int, num_targets: int, **numbers: Any) -> None:
-        """Record one optimizer step (counted from 1); rates are since the last one."""
-        now = time.perf_counter()
+    def step(self, *, num_tokens: int, is_spike: bool, skipped: bool, **numbers: Any) -> None:
+        """Record the optimizer step that `progress` has just counted; rates are since the last one."""
+        now, step = time.perf_counter(), self.progress.step
         rate = num_tokens / (now - self.last)
+        self.progress.seconds += now - self.last
         self.last = now
-        self.tokens += num_tokens
-        self.tokens_supervised += num_targets
+        marks: dict[str, Any] = {"spike": True} if is_spike else {}
+        if self.idle_since is not None and step == self.first_step:
+            marks["seconds_without_a_step"] = round(time.time() - self.idle_since, 1)
         self.log(
-            step,
             **numbers,
-            tokens=self.tokens,
-            tokens_supervised=self.tokens_supervised,
+            rows_hash=self.progress.rows_hash,
+            tokens=self.progress.tokens,
+            tokens_supervised=self.progress.tokens_supervised,
             tokens_per_second=round(rate, 1),
-            seconds=round(now - self.started, 3),
+            seconds=round(self.progress.seconds, 3),
             memory_peak_bytes=memory_peak_bytes(),
+            num_skipped=self.progress.num_skipped,
+            **marks,
         )
         if not self.writes:
             return
         text = f"loss {numbers['loss']:.4f}  lr {numbers['lr']:.2e}  {rate:,.0f} tokens/s"
         self.bar.update(self.task, completed=step, text=text)
-        if not self.screen.is_terminal and (step in (1, self.num_steps) or now - self.last_line > LINE_SECONDS):
+        if skipped:
+            self.screen.print(f"step {step}/{self.num_steps}  not finite, skipped on all ranks")
+        is_end = step in (self.first_step, self.num_steps)
+        if not self.screen.is_terminal and (is_end or now - self.last_line > LINE_SECONDS):
             self.last_line = now
-            left = (now - self.started) / step * (self.num_steps - step)
+            left = self.progress.seconds / step * (self.num_steps - step)
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
-    def evaluation(self, step: int, result: Any) -> None:
+    def evaluation(self, result: Any) -> None:
         """Record a look at the held-out rows (`evaluation.Evaluation`); its time stays out of the next step's rate."""
-        self.log(step, eval_loss=result.loss, eval_exact_match=result.exact_match)
+        self.log(eval_loss=result.loss, eval_exact_match=result.exact_match)
         share = f"exact answers {result.exact_match:.1%}"
-        self.screen.print(f"step {step}/{self.num_steps}  held-out loss {result.loss:.4f}  {share}")
+        place = f"step {self.progress.step}/{self.num_steps}"
+        self.screen.print(f"{place}  held-out loss {result.loss:.4f}  {share}")
         self.last = time.perf_counter()
 
-    def log(self, step: int, **numbers: Any) -> None:
+    def save(self, **facts: Any) -> None:
+        """Record a checkpoint that is complete, or one that could not be written."""
+        if "save_error" in facts:
+            self.screen.print(
+                f"[bold red]checkpoint of step {facts['save_failed']} not written[/]: {escape(facts['save_error'])}; "
+                f"the last good one is of step {facts['last_saved']}; training goes on and tries again"
+            )
+        self.log(**facts)
+
+    def log(self, **numbers: Any) -> None:
+        step = self.progress.step
         if self.writes:
-            self.file.write(json.dumps({"step": step, **numbers}) + "\n")
+            if not os.fstat(self.file.fileno()).st_nlink:  # somebody removed the folder: what comes is kept
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.file = self.path.open("a", encoding="utf-8")
+            line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
+            self.file.write(json.dumps(redacted({"step": step, **line})) + "\n")
             self.file.flush()
             for name, number in numbers.items():
                 if isinstance(number, int | float):
                     self.board.add_scalar(name, number, step)
+
+
+def _is_odd(number: Any) -> bool:
+    """Infinity and NaN are not JSON."""
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def drop_after(path: Path, step: int, evaluated: int) -> None:
+    """Keep the lines up to a step, and its evaluation only if that is not done again. Atomic."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut short by a kill
+            continue
+        if record["step"] <= step and ("eval_loss" not in record or record["step"] <= evaluated):
+            kept.append(line + "\n")
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gearbox import loss
+from gearbox.checkpoint import digest_of
 from gearbox.config import ROOT, Adapter, Model, UserError
 
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
@@ -32,7 +33,7 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> A
     A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
+        tokenizer = AutoTokenizer.from_pretrained(model.name, **_where(model), local_files_only=rehearse)
     except Exception as error:
         if not rehearse:
             raise unreachable(model.name, error) from None
@@ -49,7 +50,7 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> A
 def load_config(model: Model, rehearse: bool) -> Any:
     """The architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
     try:
-        config = AutoConfig.from_pretrained(model.name, revision=model.revision, local_files_only=rehearse)
+        config = AutoConfig.from_pretrained(model.name, **_where(model), local_files_only=rehearse)
     except Exception as error:
         shipped = ARCHITECTURES / f"{model.name.replace('/', '--')}.json"
         if not rehearse:
@@ -63,6 +64,11 @@ def load_config(model: Model, rehearse: bool) -> Any:
     if config.__class__ not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
     return config
+
+
+def _where(model: Model) -> dict[str, Any]:
+    """Which revision to load, and whether code that comes with it may run: said each time, else a prompt would ask."""
+    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
 def unreachable(name: str, error: Exception) -> UserError:
@@ -81,6 +87,15 @@ def unreachable(name: str, error: Exception) -> UserError:
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return UserError(
             f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private"
+        )
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"model.name: {name!r} brings Python code of its own; read it, then set model.trust_remote_code=true"
+        )
+    if "safetensors" in str(error):
+        return UserError(
+            f"model.name: {name!r} has no safetensors weights, and pickled ones could run code: convert them in a "
+            "sandbox by AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
         )
     offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
     if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
@@ -144,7 +159,7 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
     if model.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, revision=model.revision, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(source, **_where(model), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
@@ -180,7 +195,7 @@ def _attention(source: str, model: Model) -> str:
     """sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager; or what the recipe names."""
     if model.attention != "auto":
         return model.attention
-    config = AutoConfig.from_pretrained(source, revision=model.revision)
+    config = AutoConfig.from_pretrained(source, **_where(model))
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
 
@@ -224,23 +239,34 @@ def save(
         model.config.dtype = dtype
         model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it was asked
     aside.rename(folder)
 
 
-def stored_dtype(source: str, revision: str | None) -> torch.dtype:
+def stored_dtype(source: str, model: Model) -> torch.dtype:
     """The dtype in which a checkpoint's weights are kept, and in which the trained ones are saved."""
-    dtype = AutoConfig.from_pretrained(source, revision=revision).dtype
+    dtype = AutoConfig.from_pretrained(source, **_where(model)).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def load_for_answers(folder: Path) -> tuple[Any, Any]:
+def fingerprint(source: str, model: Model) -> str:
+    """Identifies the weights of a folder by their content, those of the hub by their commit."""
+    files = sorted(Path(source).glob("*.safetensors"))
+    if files:
+        return " ".join(digest_of(file) for file in files)
+    return str(getattr(AutoConfig.from_pretrained(source, **_where(model)), "_commit_hash", None))
+
+
+def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """A saved model (an adapter with its base) and its tokenizer, on the CPU or the first GPU, as a user loads it."""
     settings = folder / "adapter_config.json"
     adapter = json.loads(settings.read_text()) if settings.is_file() else {}
     base, revision = adapter.get("base_model_name_or_path", str(folder)), adapter.get("revision")
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto")
+    trust = {"trust_remote_code": trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
     if settings.is_file():
         import peft
 
-        model = peft.PeftModel.from_pretrained(model, str(folder))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), AutoTokenizer.from_pretrained(folder)
+        model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -143,7 +143,7 @@ def lines(corpus: Any, prepared: Prepared) -> Iterator[dict[str, Any]]:
 def first_documents(rows: Rows, tokenizer: Any, num_documents: int) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Place and runs of the first pieces, in order of the files."""
     return [
-        (rows.documents.place(int(rows.pieces.document[piece])), document(rows, piece, tokenizer))  # type: ignore[attr-defined]
+        (rows.documents.place(int(rows.pieces.document[piece])), document(rows, piece, tokenizer))
         for piece in range(min(num_documents, len(rows.pieces)))
     ]
 

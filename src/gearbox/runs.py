@@ -1,0 +1,253 @@
+"""A run's folder: whose it is, what it goes on from, and how it ended. Every rank calls these together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from gearbox import checkpoint, command, tensors
+from gearbox.config import RESUME, Recipe, UserError
+from gearbox.progress import Progress
+from gearbox.redact import redacted
+
+LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
+MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
+MAY_NOT = ("run.rehearse",)
+
+
+@dataclass
+class Run:
+    folder: Path
+    progress: Progress
+    checkpoint: Path | None = None
+    """What it goes on from; verified."""
+    manifest: dict[str, Any] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def saved_step(self) -> int:
+        """Of the checkpoint in this folder that it goes on from; one in another folder is not this run's."""
+        is_mine = self.checkpoint is not None and self.checkpoint.parent == self.checkpoints
+        return self.manifest["step"] if is_mine and self.manifest is not None else 0
+
+    def restore(self, bare: Any, engine: Any, optimizer: Any) -> None:
+        """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
+        assert self.checkpoint is not None and self.manifest is not None
+        gear = self.manifest["gear"]
+        written_by = f"accelerate_configs/{gear['name']}.yaml with --num_processes {gear['num_processes']}"
+        try:
+            tensors.restore(bare, engine, optimizer, checkpoint.Reader(self.checkpoint, self.manifest), written_by)
+        except checkpoint.Damaged as error:
+            raise UserError(f"{self.checkpoint}: {error}") from None
+
+    def check_same(self, rows: str, base: str | None) -> None:
+        """Raise UserError where the checkpoint was made from other rows, or upon other frozen weights."""
+        saved = self.manifest or {"rows": rows, "base": base}
+        if saved["rows"] != rows:
+            raise UserError(
+                f"{self.checkpoint}: was trained on other rows: the data behind data.path, or what eval holds out of "
+                "it, has changed since; put it back, or start anew with run.resume=never"
+            )
+        if saved["base"] != base:
+            raise UserError(
+                f"{self.checkpoint}: its adapter was trained upon other weights than model.name has now; put them "
+                "back, or start anew with run.resume=never"
+            )
+
+    def says(self, outcome: str, text: str = "", saved_step: int | None = None) -> None:
+        """Leave in status.json how the run stands. For rank 0."""
+        command.conclude(
+            outcome, text, self.folder, run=str(self.folder), step=self.progress.step,
+            saved_step=self.saved_step if saved_step is None else saved_step,
+            pid=os.getpid(), host=socket.gethostname(),
+        )  # fmt: skip
+
+
+@contextmanager
+def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[str], None]) -> Iterator[Run]:
+    """The folder of this run, locked against others; a new one goes away again if it ends before its first step.
+
+    `processes` is `backend`, or what speaks like it for the ranks.
+    """
+    mine: list[FileLock] = []
+
+    def choose() -> tuple[str, bool]:
+        try:
+            folder, is_new, lock = _choose(recipe, recipe.run.name or default_name)
+        except OSError as error:
+            raise UserError(f"run.dir: {recipe.run.dir} cannot be written: {error.strerror}") from None
+        mine.append(lock)
+        return str(folder), is_new
+
+    name, is_new = processes.first_decides(choose)
+    run = Run(Path(name), Progress())
+    try:
+        here = recipe.run.resume in RESUME or checkpoint.steps(run.checkpoints)
+        _find(run, run.checkpoints if here else Path(recipe.run.resume), recipe, processes, tell)
+        if mine:
+            checkpoint.sweep(run.checkpoints)
+            for leftover in (run.folder / "hang").glob("*.txt"):  # of ranks that were killed; others have a stack
+                if not leftover.stat().st_size:
+                    leftover.unlink()
+            resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
+            (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
+            run.says("running")
+        yield run
+    except BaseException as found:
+        if mine:
+            has_begun = run.progress.step > 0
+            if has_begun and isinstance(found, UserError):
+                run.says("failed", f"gearbox: {found}")
+            if is_new and not has_begun:
+                shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+    finally:
+        for lock in mine:
+            lock.release()
+
+
+def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
+    """The folder to run in, whether it is new, and its lock."""
+    parent, resume = Path(recipe.run.dir), recipe.run.resume
+    parent.mkdir(parents=True, exist_ok=True)
+    series = _series(parent, name)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if command.RUN_FOLDER in os.environ:
+        return (folder := Path(os.environ[command.RUN_FOLDER])), False, _lock(folder)
+    if resume == "latest" and not series:
+        raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
+    if series and (resume != "never" or is_restart):
+        last = series[-1]
+        if resume == "latest" or _is_to_continue(last, recipe, is_restart):
+            lock = _lock(last)
+            if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # it may have ended meanwhile
+                return last, False, lock
+            lock.release()
+    folder = _claim(parent, name)
+    return folder, True, _lock(folder)
+
+
+def _series(parent: Path, name: str) -> list[Path]:
+    """name, name-2, name-3, ... as far as they are there."""
+    found: list[Path] = []
+    while (folder := parent / (name if not found else f"{name}-{len(found) + 1}")).is_dir():
+        found.append(folder)
+    return found
+
+
+def _is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
+    """Whether `auto`, or a checkpoint's path, means this run: it is not finished, and no other one."""
+    status = command.read_outcome(folder / "status.json")
+    saved = _resolved(folder)
+    if status.get("outcome") in (None, "done"):
+        return False
+    if recipe.run.resume not in RESUME and saved.get("run", {}).get("resume") != recipe.run.resume:
+        return False
+    if checkpoint.steps(folder / "checkpoints"):
+        return True
+    return is_restart or (status["outcome"] != "failed" and not _differences(saved, recipe))
+
+
+def _resolved(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _claim(parent: Path, name: str) -> Path:
+    """The first of name, name-2, name-3, ... that is free, made now."""
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _lock(folder: Path) -> FileLock:
+    """Two runs in one folder would overwrite each other. The lock goes with the process that holds it."""
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        owner = command.read_outcome(folder / "status.json")
+        raise UserError(
+            f"run.name: {folder} is in use by process {owner.get('pid')} on {owner.get('host')}; wait for it, or give "
+            "this one a run.name"
+        ) from None
+    return lock
+
+
+def _find(
+    run: Run,
+    source: Path,
+    recipe: Recipe,
+    processes: Any,
+    tell: Callable[[str], None],
+) -> None:
+    """Set what the run goes on from: the newest whole checkpoint in a folder of them, or the one named."""
+    is_one = (source / checkpoint.MANIFEST).is_file()
+    candidates = [str(source)] if is_one else [str(path) for _, path in checkpoint.steps(source)]
+    candidates = processes.gather(candidates)[0]
+    rank, num_ranks = processes.place()
+    bad = []
+    for folder in map(Path, candidates):
+        manifest, problem = None, None
+        try:
+            manifest = checkpoint.read_manifest(folder)
+            names = sorted(manifest["files"])[rank::num_ranks]
+            checkpoint.verify(folder, {name: manifest["files"][name] for name in names})
+        except checkpoint.Damaged as found:
+            problem = str(found)
+        else:
+            try:
+                run.progress = Progress.from_json(manifest["progress"])
+            except TypeError as found:
+                problem = f"is of another version: {found}"
+        if problems := [found for found in processes.gather(problem) if found]:
+            bad.append(folder)
+            tell(f"{folder} is passed over: {problems[0]}")
+            continue
+        assert manifest is not None
+        if different := _differences(manifest["recipe"], recipe):
+            raise UserError(
+                f"{folder}: was made by another recipe: {'; '.join(different)}; put that back, or start anew with "
+                "run.resume=never"
+            )
+        run.checkpoint, run.manifest = folder, manifest
+        return
+    if bad:
+        raise UserError(
+            f"{source}: no checkpoint is whole ({len(bad)} of them, see above); run.resume=never starts anew in "
+            "another folder"
+        )
+
+
+def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The keys whose change makes it another run, with both values."""
+    there, here = _flat(saved), _flat(redacted(recipe.model_dump(mode="json")))
+    return [
+        f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key) and (key in MAY_NOT or not key.startswith(MAY_CHANGE))
+    ]
+
+
+def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
+    """group.key to value."""
+    return {f"{group}.{key}": value for group, found in recipe.items() for key, value in found.items()}

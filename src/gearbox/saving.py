@@ -1,0 +1,211 @@
+"""When checkpoints are written: training goes on while a thread writes, and all ranks agree before one counts.
+
+Threads never communicate. At each boundary of a step one small all-reduce tells every rank whether somebody was asked
+to stop, still writes, or could not write:
+
+    staged -> every rank writes and syncs its shard -> all say so -> rank 0 commits by a rename, and prunes -> saved
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gearbox import checkpoint
+from gearbox.config import Save, UserError
+from gearbox.progress import Progress
+
+RETRY_STEPS = 10  # after a save that failed
+
+
+class Saver:
+    """Made and called alike by every rank. `agree` sums lists of numbers over the ranks, `gather` lists objects."""
+
+    def __init__(
+        self,
+        folder: Path,
+        save: Save,
+        *,
+        rank: int,
+        run_id: str,
+        saved_step: int,
+        agree: Callable[[list[int]], list[int]],
+        gather: Callable[[Any], list[Any]],
+        pieces: Callable[[], list[checkpoint.Piece]],
+        describe: Callable[[], dict[str, Any]],
+        tell: Callable[..., None],
+    ) -> None:
+        self.folder, self.save, self.rank, self.run_id = folder, save, rank, run_id
+        self.agree, self.gather, self.pieces, self.describe, self.tell = agree, gather, pieces, describe, tell
+        self.saved_step = saved_step
+        """Of the newest checkpoint, 0 if there is none."""
+        self.staging = checkpoint.Staging()
+        self._retry_at: int | None = None
+        self._step = 0  # of the save under way, 0 if there is none
+        self._is_committing = False
+        self._thread: threading.Thread | None = None
+        self._outcome: dict[str, Any] = {}
+        self._started = self._stall = 0.0
+        self._manifest: dict[str, Any] = {}
+
+    def boundary(self, progress: Progress, num_steps: int, stop: bool) -> bool:
+        """Between two steps: bring a save forward, begin one if it is due. True if the ranks are to stop here."""
+        busy, failed, stopping = self.agree([self._is_busy(), self._has_failed(), stop])
+        if self._step and (failed or not busy):
+            self._advance(bool(failed))
+        is_last = progress.step == num_steps
+        due = self.save.every > 0 and (progress.step % self.save.every == 0 or is_last)
+        due = due or progress.step == self._retry_at or stopping > 0
+        if due and progress.step > self.saved_step:
+            self._wait()  # two saves never overlap
+            if progress.step > self.saved_step:
+                self._begin(progress)
+        if stopping or is_last:
+            self._wait()
+        return bool(stopping)
+
+    # ----------------------------------------------------------------------- one save
+
+    def _begin(self, progress: Progress) -> None:
+        started = time.perf_counter()
+        self._retry_at = None
+        self._step = progress.step
+        self._manifest = {"step": progress.step, "progress": progress.to_json()} | self.describe()
+        if progress.evaluated == progress.step:
+            self._manifest["eval_loss"] = progress.eval_loss
+        self.staging.fill(self.pieces())
+        self._started, self._stall = started, time.perf_counter() - started
+        self._work(self._write_shard)
+
+    @property
+    def _aside(self) -> Path:
+        return self.folder / f"step-{self._step}.tmp-{self.run_id}"
+
+    def _write_shard(self) -> dict[str, Any]:
+        self._aside.mkdir(parents=True, exist_ok=True)
+        name = f"shard-{self.rank:05d}.safetensors"
+        return {"files": {name: self.staging.write(self._aside / name)}}
+
+    def _commit(self) -> dict[str, Any]:
+        checkpoint.commit(self._aside, self.folder / f"step-{self._step}", self._manifest)
+        checkpoint.prune(self.folder, self.save.keep)
+        return {}
+
+    def _advance(self, failed: bool) -> None:
+        """The thread is done on every rank, or failed on one: go on to the next stage, on all."""
+        started = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+        outcomes = self.gather(self._outcome)
+        problems = {rank: found["error"] for rank, found in enumerate(outcomes) if "error" in found}
+        if problems:
+            self._give_up(problems)
+        elif not self._is_committing:
+            self._manifest["files"] = {name: facts for found in outcomes for name, facts in found["files"].items()}
+            self._is_committing = True
+            if self.rank == 0:
+                self._work(self._commit)
+            self._stall += time.perf_counter() - started
+        else:
+            self.saved_step, self._is_committing = self._step, False
+            num_bytes = sum(facts["bytes"] for facts in self._manifest["files"].values())
+            self._stall += time.perf_counter() - started
+            self.tell(
+                saved=self._step,
+                save_bytes=num_bytes,
+                save_stall_seconds=round(self._stall, 4),
+                save_seconds=round(time.perf_counter() - self._started, 3),
+            )
+            self._step = 0
+
+    def _give_up(self, problems: dict[int, str]) -> None:
+        """The last good checkpoint stays, training goes on, and a later step tries again."""
+        if self.rank == 0:
+            shutil.rmtree(self._aside, ignore_errors=True)
+        who = "" if len(problems) == 1 else f" (and {len(problems) - 1} more ranks)"
+        rank, said = next(iter(problems.items()))
+        self.tell(save_failed=self._step, save_error=f"rank {rank}{who}: {said}", last_saved=self.saved_step)
+        self._retry_at = self._step + min(RETRY_STEPS, self.save.every or RETRY_STEPS)
+        self._step, self._is_committing, self._outcome = 0, False, {}
+
+    def _wait(self) -> None:
+        """Bring the save under way to its end."""
+        while self._step:
+            started = time.perf_counter()
+            if self._thread is not None:
+                self._thread.join()
+            _, failed = self.agree([self._is_busy(), self._has_failed()])
+            self._stall += time.perf_counter() - started
+            self._advance(bool(failed))
+
+    # ----------------------------------------------------------------------- its thread
+
+    def _work(self, job: Callable[[], dict[str, Any]]) -> None:
+        need = self.staging.num_bytes
+
+        def run() -> None:
+            try:
+                self._outcome = job()
+            except Exception as error:
+                self._outcome = {"error": explain(error, self.folder, need)}
+
+        self._outcome = {}
+        self._thread = threading.Thread(target=run, name="save", daemon=True)
+        self._thread.start()
+
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _has_failed(self) -> bool:
+        return not self._is_busy() and "error" in self._outcome
+
+
+def explain(error: Exception, folder: Path, need: int) -> str:
+    """Why a shard could not be written, in one line."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{folder}: {os.strerror(error.errno)}: {gib(need)} are needed, {gib(free_bytes(folder))} are free"
+    if isinstance(error, OSError):
+        return f"{error.filename or folder}: {error.strerror}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_space(folder: Path, save: Save, size: int) -> str:
+    """What the checkpoints will take, for the log. Raises UserError where that much is not free, or nothing is written.
+
+    Beside those kept (and the best), one more is written before the oldest goes.
+    """
+    num_kept = save.keep + 2
+    there = sum(path.stat().st_size for path in folder.glob("step-*/*"))
+    need, free = num_kept * size - there, free_bytes(folder)
+    if save.every and need > free:
+        raise UserError(
+            f"run.dir: {folder} has {gib(free)} free, but {num_kept} checkpoints of {gib(size)} (save.keep, the best, "
+            f"and one being written) need {gib(need)} more; free some, or move run.dir"
+        )
+    probe = folder / f"written.tmp-{os.getpid()}"
+    try:
+        folder.mkdir(exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.rename(probe.with_suffix(".tmp-renamed"))
+        probe.with_suffix(".tmp-renamed").unlink()
+    except OSError as error:
+        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}") from None
+    if not save.every:
+        return f"{gib(size)}, only when a signal ends the run; {gib(free)} free"
+    return f"{gib(size)} each, every {save.every:,} steps, {save.keep} and the best kept; {gib(free)} free"
