@@ -85,6 +85,8 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
             outcome, saved_step = status.get("outcome"), int(status.get("saved_step", 0))
             if outcome in ("refused", "failed"):
                 print(status["text"], file=sys.stderr)
+            if outcome == "saved" and code == -signal.SIGKILL and not asked:
+                outcome = "running"  # nobody wanted this end: the launcher was killed, and its ranks have saved
             if outcome in command.EXIT_CODES:
                 return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_CODES[outcome]
             if asked:  # before there was anything to save, or in too little time: what is saved stays

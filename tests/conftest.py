@@ -44,7 +44,12 @@ def train(tmp_path, chats, monkeypatch):
     """
 
     def call(
-        gear: str, *overrides: str, recipe: str = "recipes/tiny.yaml", ranks: int | None = None, load_back: bool = False
+        gear: str,
+        *overrides: str,
+        recipe: str = "recipes/tiny.yaml",
+        ranks: int | None = None,
+        load_back: bool = False,
+        meanwhile=lambda children: None,
     ) -> Outcome:
         if not load_back:
             monkeypatch.setattr(train_script, "ask_saved", lambda *_: "(not asked)")
@@ -56,6 +61,6 @@ def train(tmp_path, chats, monkeypatch):
         }  # fmt: skip
         given = dict(override.split("=", 1) for override in overrides)
         arguments = [recipe, *(f"{key}={value}" for key, value in (small | given).items())]
-        return run_ranks(gear, arguments, tmp_path / "runs", ranks)
+        return run_ranks(gear, arguments, tmp_path / "runs", ranks, meanwhile)
 
     return call

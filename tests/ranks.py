@@ -24,6 +24,7 @@ from gearbox.config import ROOT, UserError
 from gearbox.gear import load_gear
 
 torch.set_num_threads(1)  # after ops on two threads, forked children hang
+PATIENCE = 15  # seconds for the others after one has failed
 TIMEOUT = 300  # seconds until hanging ranks are killed; far above any run here
 
 
@@ -70,8 +71,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[int], str]:
-    """Run work() in num_ranks forked children; returns exit codes and all that they printed."""
+def fork_ranks(
+    num_ranks: int, environment: dict[str, str], work, meanwhile=lambda children: None
+) -> tuple[list[int], str]:
+    """Run work() in num_ranks forked children; returns exit codes and all that they printed.
+
+    `meanwhile` is called here with their process ids.
+    """
     port = free_port()
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
     children = []
@@ -103,6 +109,7 @@ def fork_ranks(num_ranks: int, environment: dict[str, str], work) -> tuple[list[
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
+    meanwhile(children)
     codes = _wait(children)
     log.seek(0)
     return codes, log.read()
@@ -118,7 +125,7 @@ def _wait(children: list[int]) -> list[int]:
                 if done:
                     codes[child] = os.waitstatus_to_exitcode(status)
                     if codes[child]:  # the others would wait for it until the timeout
-                        deadline = min(deadline, time.monotonic() + 5)
+                        deadline = min(deadline, time.monotonic() + PATIENCE)
         if time.monotonic() > deadline:
             for child in set(children) - set(codes):
                 os.kill(child, 9)
@@ -126,7 +133,9 @@ def _wait(children: list[int]) -> list[int]:
     return [codes[child] for child in children]
 
 
-def run_ranks(gear_name: str, arguments: list[str], runs: Path, num_processes: int | None = None) -> Outcome:
+def run_ranks(
+    gear_name: str, arguments: list[str], runs: Path, num_processes: int | None = None, meanwhile=lambda children: None
+) -> Outcome:
     path = ROOT / "accelerate_configs" / f"{gear_name}.yaml" if "/" not in gear_name else Path(gear_name)
     flags = {} if num_processes is None else {"num_processes": str(num_processes)}
     gear = load_gear(path, flags)
@@ -136,6 +145,7 @@ def run_ranks(gear_name: str, arguments: list[str], runs: Path, num_processes: i
     def work() -> int:
         return train_script.main(arguments, gear)
 
-    codes, output = fork_ranks(gear.num_processes, environment, work)
+    codes, output = fork_ranks(gear.num_processes, environment, work, meanwhile)
     made = (set(runs.glob("*")) if runs.exists() else set()) - before
-    return Outcome(codes, output, made.pop() if made else None)
+    named = [runs / argument.partition("=")[2] for argument in arguments if argument.startswith("run.name=")]
+    return Outcome(codes, output, made.pop() if made else next(iter(named), None))

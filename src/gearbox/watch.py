@@ -32,6 +32,7 @@ LOOK_SECONDS = 0.5
 GRACE_SECONDS = 30.0  # beyond the limit, until a collective gives up by itself
 ANSWER_SECONDS = 5.0  # for the other ranks' stacks, once this one's is written
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANGING = signal.SIGUSR2  # from a rank that has waited too long: write your stack too, and end
 PR_SET_PDEATHSIG = 1
 
 
@@ -60,7 +61,7 @@ class Watch:
         self._wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in STOPPING:
+        for number in (*STOPPING, HANGING):
             signal.signal(number, lambda *_: None)  # the thread is woken, and decides
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
@@ -120,6 +121,8 @@ class Watch:
             for number in os.read(self._wakeup, 64) if ready else b"":
                 if number in STOPPING:
                     self._stop(signal.Signals(number).name)
+                if number == HANGING and self._stacks is not None:
+                    self._hang()
             if self._parent is not None and os.getppid() != self._parent:
                 self._parent = None
                 self._stop("the launcher's end")
@@ -158,8 +161,10 @@ class Watch:
         }  # fmt: skip
         mine.write(json.dumps(facts) + "\n" + redact(_stacks()))
         mine.flush()
-        for rank in stopped:
-            self._siblings[rank].send_signal(signal.SIGCONT)  # so that it can write its own
+        for process in self._siblings.values():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(HANGING)
+                process.send_signal(signal.SIGCONT)  # one that is stopped could not write
         deadline = time.monotonic() + ANSWER_SECONDS
         found = {self._rank: facts}
         while len(found) < len(self._ranks_here) and time.monotonic() < deadline:
@@ -193,11 +198,14 @@ def _who_is_late(ranks: list[int], found: dict[int, dict[str, Any]]) -> str:
 
 
 def _stacks() -> str:
+    """Of all threads but this one, the main one first. Places in the code, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = []
-    for ident, frame in sys._current_frames().items():
-        parts.append(f"\nthread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
-    return "".join(parts)
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    main = threading.main_thread().ident
+    return "".join(
+        f"\nthread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: ident != main)
+    )
 
 
 def _lives(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
