@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from gearbox import checkpoint, data
@@ -45,7 +46,7 @@ class Books:
     def restarts(self) -> list[float]:
         """Seconds from the last step of an attempt to the first one of the next, of rank 0."""
         mine = self.attempts["rank-0"]
-        return [round(after[0]["time"] - before[-1]["time"], 1) for before, after in zip(mine, mine[1:], strict=False)]
+        return [round(after[0]["time"] - before[-1]["time"], 1) for before, after in pairwise(mine)]
 
 
 def read(folder: Path) -> Books:

@@ -240,11 +240,11 @@ class Reader:
         for name in manifest["files"]:
             try:
                 self._open[name] = safe_open(folder / name, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise Damaged(f"{name}: is no safetensors file: {error}") from None
-            for key in self._open[name].keys():  # noqa: SIM118  it is no dict
-                kind, parameter, start = key.split("|")
-                self._pieces[kind, parameter].append((int(start), name, key))
+                for key in self._open[name].keys():  # noqa: SIM118  it is no dict
+                    kind, parameter, start = key.split("|")
+                    self._pieces[kind, parameter].append((int(start), name, key))
+            except (SafetensorError, OSError, ValueError) as error:
+                raise Damaged(f"{name}: is no shard of a checkpoint: {error}") from None
         for pieces in self._pieces.values():
             pieces.sort()
 
