@@ -28,8 +28,11 @@ from ranks import Outcome, run_ranks  # noqa: E402
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory) -> Path:
+    return make_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
+
+
+def make_chats(path: Path) -> Path:
     """300 chats of uneven length and one to three turns, as a file of messages."""
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     documents = tasks.documents(600)
     joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))

@@ -3,6 +3,7 @@
 What each protection is for is shown by switching it off.
 """
 
+import errno
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ import pytest
 
 import ledger
 import train as script
-from gearbox import checkpoint, command, data, evaluation, saving, watch
+from gearbox import checkpoint, command, data, evaluation, metrics, saving, watch
 from gearbox.progress import Progress
 
 STEPS = ("schedule.name=constant", "save.every=2", "train.steps=8", "run.name=x")
@@ -52,10 +53,6 @@ def at_step(step: int, act, rank: int | None = None):
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def no_process_is_left(outcome):
-    assert None not in outcome.codes and -9 not in outcome.codes[1:], outcome.codes
 
 
 @pytest.mark.parametrize(("gear", "ranks"), [("ddp", 3), ("fsdp", 2), ("zero3", 2)])
@@ -101,11 +98,13 @@ def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
     from gearbox import runs
 
     assert interrupted("well") == []
-    forgotten = interrupted("position", step=((Progress, "from_json"), classmethod(
-        lambda cls, saved: cls(**saved | {"step": saved["step"] + 1}))))  # fmt: skip
-    assert any("missing [5]" in problem for problem in forgotten)
-    assert any("instead of" in problem for problem in interrupted(
-        "weights", load=((runs.Run, "restore"), lambda *_: None)))  # fmt: skip
+    ahead = classmethod(lambda cls, saved: cls(**saved | {"step": saved["step"] + 1}))
+    assert any("instead of" in problem for problem in interrupted("ahead", load=((Progress, "from_json"), ahead)))
+    forgetful = interrupted("forgetful", load=((runs.Run, "restore"), lambda *_: None))
+    assert any("instead of" in problem for problem in forgetful)
+    again = interrupted("again", load=((data.Order, "step"), lambda self, step: list(range(6))))
+    assert any("trained other rows" in problem for problem in again)
+    assert any("rows came twice" in problem for problem in again)
 
 
 def stopping(number: int, rank: int):
@@ -363,24 +362,38 @@ def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
     assert ledger.leftovers(outcome.folder) == []
 
 
-def test_a_folder_that_is_removed_during_the_run(train, monkeypatch):
+def test_a_folder_that_is_removed_during_the_run(train, tmp_path, monkeypatch):
     """It is made anew, with what comes after."""
 
-    def remove(*_):
-        shutil.rmtree(script_folder())
-
-    def script_folder():
-        return next(path for path in runs_folder[0].iterdir() if path.name == "x")
-
-    runs_folder = []
-    probe = train("single", *STEPS, "run.name=probe")
-    runs_folder.append(probe.folder.parent)
-    monkeypatch.setattr(script, "train_step", at_step(5, remove))
+    monkeypatch.setattr(script, "train_step", at_step(5, lambda _: shutil.rmtree(tmp_path / "runs" / "x")))
     outcome = train("single", *STEPS)
     assert outcome.codes == [0], outcome.output
     assert [line["step"] for line in outcome.lines("loss")] == [5, 6, 7, 8]
     assert ledger.whole_checkpoint(outcome.folder / "checkpoints") == 8
     assert (outcome.folder / "model").is_dir()
+
+
+def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_file_size):
+    """Lines that cannot be written wait until they can, and none is written by half."""
+    usual, counted = metrics.append, [0]
+
+    def append(path, text):
+        counted[0] += 1
+        if 3 <= counted[0] <= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        usual(path, text)
+
+    monkeypatch.setattr(metrics, "append", append)
+    outcome = train("single", *STEPS, "save.every=0")
+    assert outcome.codes == [0], outcome.output
+    assert outcome.output.count("metrics.jsonl cannot be written: No space left on device; its lines wait") == 1
+    assert [line["step"] for line in outcome.lines("loss")] == list(range(1, 9))
+    usual(tmp_path / "lines", "one\n")
+    limit_of_file_size(8)
+    with pytest.raises(OSError, match="File too large"):
+        usual(tmp_path / "lines", "another line\n")
+    limit_of_file_size(resource.RLIM_INFINITY)
+    assert (tmp_path / "lines").read_text() == "one\n"
 
 
 def test_the_outcome_is_what_status_json_says(tmp_path, monkeypatch):

@@ -21,10 +21,25 @@ SIDEWAYS = {
     ("corpus", "sources"): "records are read",
     ("corpus", "forms"): "and understood",
     ("corpus", "supervision"): "and tokenized, here in one pass",
+    ("model", "checkpoint"): "frozen weights are known by their digest, as shards are",
+    ("backend", "tensors"): "what each rank holds is held against what was asked",
+    ("tensors", "checkpoint"): "what one hands over and the other writes: a piece",
+    ("runs", "checkpoint"): "a run goes on from one",
+    ("runs", "tensors"): "and puts it into the model",
+    ("runs", "progress"): "and counts on from there",
+    ("runs", "command"): "how a run stands is its outcome",
+    ("saving", "checkpoint"): "it decides when one is written",
+    ("saving", "progress"): "with how far the run is",
+    ("metrics", "progress"): "it records how far the run is",
+    ("watch", "command"): "a signal ends the command",
+    **{
+        (part, "redact"): "what is written carries no secret"
+        for part in ("checkpoint", "command", "metrics", "report", "runs", "watch")
+    },
     ("preview", "data"): "it shows what was prepared",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
-LIGHT = ["command", "config", "gear"]
+LIGHT = ["command", "config", "gear", "progress", "redact", "watch"]
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}
@@ -77,22 +92,23 @@ def test_what_reports_mistakes_imports_nothing_heavy(part):
 
 
 def test_config_and_gear_are_there_without_torch():
-    code = "import sys, gearbox.config, gearbox.gear, gearbox.command; print({*sys.argv} & {*sys.modules})"
+    code = "import sys, gearbox.gear, gearbox.watch; print({*sys.argv} & {*sys.modules})"
     ended = subprocess.run(
         [sys.executable, "-c", code, *HEAVY], cwd=ROOT / "src", capture_output=True, text=True, check=True
     )
     assert ended.stdout == "set()\n"
 
 
-def test_engines_are_named_in_gear_and_backend_alone():
+def test_engines_are_named_in_gear_backend_and_tensors_alone():
     found = {(part, name) for part, tree in PARTS.items() for name in identifiers(tree) & ENGINES}
-    assert {pair for pair in found if pair[0] not in ("gear", "backend")} == set(ENGINES_ELSEWHERE)
-    assert ("backend", "deepspeed") in found and ("backend", "DTensor") in found
+    assert {pair for pair in found if pair[0] not in ("gear", "backend", "tensors")} == set(ENGINES_ELSEWHERE)
+    assert ("backend", "deepspeed") in found and ("tensors", "DTensor") in found
     assert {name for name in imported(PARTS["evaluation"]) if "accelerate" in name} == {"accelerate.utils.broadcast"}
 
 
 @pytest.mark.parametrize(
-    "part", ["data", "model", "loss", "optim", "tasks", "sources", "forms", "supervision", "preview", "report"]
+    "part",
+    ["data", "model", "loss", "optim", "tasks", "sources", "forms", "supervision", "preview", "report", "checkpoint"],
 )
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()

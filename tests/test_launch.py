@@ -1,9 +1,14 @@
 """Cold starts, as the README writes them: each gear, plain python, torchrun, launch.py, and what mistakes bring."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -46,7 +51,8 @@ def test_every_gear(shell, small, tmp_path, gear):
     folder = tmp_path / "runs" / f"tiny-{gear}"
     assert f"the model lies in {folder}/model" in last_line(outcome.stdout)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "metrics.jsonl", "model", "report.html", "resolved.yaml", "tensorboard"
+        "base", "checkpoints", "lock", "metrics.jsonl", "model", "report.html", "resolved.yaml", "status.json",
+        "tensorboard",
     ]  # fmt: skip
     ranks = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
     assert f"ranks{ranks:>20}" in outcome.stdout
@@ -115,6 +121,88 @@ def test_launch_says_what_only_the_ranks_can_know(shell, small, tmp_path):
         "gearbox: optim.name: paged_adamw runs on a GPU only; on a CPU use optim.name=adamw"
     )
     assert not (tmp_path / "runs").exists(), "no half-written folder"
+
+
+@pytest.fixture
+def launched(small, tmp_path):
+    """src/launch.py in the background: launched("ddp --num_processes=2 train.steps=40") -> process, run's folder."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "DS_", "CUDA_"))}
+    processes = []
+
+    def start(line: str) -> tuple[subprocess.Popen, Path]:
+        gear, *arguments = line.split()
+        given = [*arguments[: line.count("--")], *small.split(), *arguments[line.count("--") :], "run.name=x"]
+        log = (tmp_path / "log").open("a")
+        command = [sys.executable, "src/launch.py", gear, *given]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        return processes[-1], tmp_path / "runs" / "x"
+
+    yield start
+    for process in processes:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+
+
+def until(condition, process) -> None:
+    while not condition():
+        assert process.poll() is None, "it ended too early"
+        time.sleep(0.05)
+
+
+def ranks_of(process) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if str(ROOT / "src/train.py") in child.cmdline()[:4]]
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if "rows_hash" in line]
+
+
+@pytest.mark.parametrize("gear", ["single", "ddp --num_processes=2"])
+def test_a_killed_rank_leads_to_a_restart(launched, tmp_path, gear):
+    process, folder = launched(f"{gear} train.steps=400 save.every=5 schedule.name=constant")
+    until(lambda: (folder / "checkpoints" / "step-10").exists(), process)
+    ranks_of(process)[-1].kill()
+    assert process.wait() == 0
+    log = (tmp_path / "log").read_text()
+    assert "restart 1 goes on from step " in log and f"goes on from {folder}/checkpoints/step-" in log
+    assert steps(folder) == list(range(1, 401))
+    assert '"seconds_without_a_step"' in (folder / "metrics.jsonl").read_text()
+
+
+def test_stopped_with_85_and_gone_on_with_by_the_same_command(launched, tmp_path):
+    line = "fsdp train.steps=2000 save.every=1000"
+    process, folder = launched(line)
+    until(lambda: len(steps(folder)) >= 3, process)
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait() == 85
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    status = json.loads((folder / "status.json").read_text())
+    assert status["outcome"] == "saved" and status["saved_step"] == status["step"] >= 3
+    again, _ = launched(line.replace("2000", str(status["step"] + 5)))
+    assert again.wait() == 0
+    assert steps(folder) == list(range(1, status["step"] + 6))
+
+
+def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeypatch):
+    """Bad numbers end with 93 at once; a rank that dies again and again after three restarts."""
+    process, folder = launched("single optim.lr=1e30 optim.max_grad_norm=0 train.steps=20 schedule.warmup_steps=0")
+    assert process.wait() == 93
+    assert "gearbox: step " in (tmp_path / "log").read_text()
+    assert json.loads((folder / "status.json").read_text())["outcome"] == "failed"
+    process, folder = launched("single train.steps=5000 save.every=4000 run.resume=never")
+    for attempt in range(4):
+        until(lambda attempt=attempt: (tmp_path / "log").read_text().count("step 1/5000") > attempt, process)
+        for rank in ranks_of(process):
+            rank.kill()
+    assert process.wait() == 93
+    log = (tmp_path / "log").read_text()
+    assert log.count("; restart ") == 3
+    assert "3 restarts in a row came to no checkpoint after step 0" in log
 
 
 def test_out_of_memory_says_what_to_change(shell):

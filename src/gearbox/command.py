@@ -76,8 +76,12 @@ def conclude(outcome: str, text: str, folder: Path | None = None, **facts: Any) 
         places.append(Path(os.environ[OUTCOME_FILE]))
     for place in places:
         aside = place.with_name(f".{place.name}.{os.getpid()}")
-        aside.write_text(json.dumps(redacted(status)) + "\n", encoding="utf-8")
-        aside.replace(place)
+        try:
+            aside.write_text(json.dumps(redacted(status)) + "\n", encoding="utf-8")
+            aside.replace(place)
+        except OSError as error:  # a full disk is no reason to stop
+            aside.unlink(missing_ok=True)
+            print(f"gearbox: {place} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def read_outcome(path: Path) -> dict[str, Any]:
@@ -94,8 +98,10 @@ def exit_code(outcome: str) -> int:
 
 
 def end_unsaved(why: str) -> NoReturn:
-    """End at once where there is nothing to save, from any thread. The code is a failure's: the other ranks end too."""
-    conclude("saved", f"{why}, with nothing to save")
+    """End at once where there is nothing to save, from any thread. The code is a failure's: the other ranks end too.
+
+    It writes no outcome: torch's launcher sends SIGTERM as well when another rank has failed.
+    """
     direct = "RANK" not in os.environ and launcher_process() is None
     if os.environ.get("RANK", "0") == "0":
         print(f"gearbox: {why}: there is nothing to save", file=sys.stderr, flush=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ class Metrics:
         self.folder, self.screen, self.num_steps, self.progress = folder, screen, num_steps, progress
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
+        self.waiting: list[str] = []
         self.last = self.last_line = time.perf_counter()
         self.first_step = progress.step + 1
         self.idle_since: float | None = None
@@ -51,13 +52,10 @@ class Metrics:
 
     def __enter__(self) -> Metrics:
         if self.writes:
-            from torch.utils.tensorboard import SummaryWriter
-
             if self.path.is_file():
                 self.idle_since = self.path.stat().st_mtime
                 drop_after(self.path, self.progress.step, self.progress.evaluated)
-            self.file = self.path.open("a", encoding="utf-8")
-            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.first_step)
+            self._open_board(self.first_step)
             text = rich_progress.TextColumn("{task.fields[text]}")
             counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
             columns = (rich_progress.BarColumn(bar_width=16), counter, text, left)  # 80 letters in all
@@ -71,8 +69,8 @@ class Metrics:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.writes:
             self.bar.stop()
-            self.board.close()
-            self.file.close()
+            with suppress(OSError):
+                self.board.close()
 
     def step(self, *, num_tokens: int, is_spike: bool, skipped: bool, **numbers: Any) -> None:
         """Record the optimizer step that `progress` has just counted; rates are since the last one."""
@@ -124,17 +122,42 @@ class Metrics:
         self.log(**facts)
 
     def log(self, **numbers: Any) -> None:
+        if not self.writes:
+            return
         step = self.progress.step
-        if self.writes:
-            if not os.fstat(self.file.fileno()).st_nlink:  # somebody removed the folder: what comes is kept
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.file = self.path.open("a", encoding="utf-8")
-            line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
-            self.file.write(json.dumps(redacted({"step": step, **line})) + "\n")
-            self.file.flush()
+        line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
+        self.waiting.append(json.dumps(redacted({"step": step, **line})) + "\n")
+        try:
+            append(self.path, "".join(self.waiting))
+            self.waiting.clear()
+        except OSError as error:
+            if len(self.waiting) == 1:
+                self.screen.print(f"{self.path} cannot be written: {error.strerror}; its lines wait until it can")
+        try:
             for name, number in numbers.items():
                 if isinstance(number, int | float):
                     self.board.add_scalar(name, number, step)
+        except OSError:  # of its thread, which has ended: another one for what comes
+            self._open_board(step)
+
+    def _open_board(self, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with suppress(OSError):
+            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
+
+
+def append(path: Path, text: str) -> None:
+    """Append all of a text, or nothing of it. The folder is made anew if somebody has removed it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        before, left = file.tell(), text.encode()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def _is_odd(number: Any) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from gearbox.redact import redact
+
 WIDTH, HEIGHT = 420, 150  # of a curve, in pixels
 MAX_POINTS = 1000  # of a curve; of more, every n-th is drawn
 CURVES = {
@@ -52,7 +54,7 @@ def write(
         *(f"<p>{escape(place)}</p><pre>{_coloured(runs)}</pre>" for place, runs in documents),
     ]
     page = '<!doctype html><html lang="en"><meta charset="utf-8">' + "\n".join(parts) + "</html>\n"
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    (folder / "report.html").write_text(redact(page), encoding="utf-8")
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -121,8 +121,9 @@ class Watch:
             for number in os.read(self._wakeup, 64) if ready else b"":
                 if number in STOPPING:
                     self._stop(signal.Signals(number).name)
-                if number == HANGING and self._stacks is not None:
-                    self._hang()
+                with self._looking:
+                    if number == HANGING and self._stacks is not None:
+                        self._hang()
             if self._parent is not None and os.getppid() != self._parent:
                 self._parent = None
                 self._stop("the launcher's end")

@@ -1,0 +1,114 @@
+"""Canary secrets: planted in the environment and in what a run reads, found nowhere it writes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gearbox import checkpoint, command, redact
+from gearbox.config import ROOT
+
+CANARIES = {
+    "HF_TOKEN": "hf_canaryAAAAAAAAAAAAAAAA", "WANDB_API_KEY": "canaryBBBBBBBBBBBBBBBB",
+    "AWS_SECRET_ACCESS_KEY": "canaryCCCC/CCCC+CCCC", "MLFLOW_TRACKING_PASSWORD": "canaryDDDDDDDD",
+    "COMET_API_KEY": "canaryEEEEEEEE", "AZURE_STORAGE_CONNECTION_STRING": "canaryFFFFFFFF",
+}  # fmt: skip
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_values_are_replaced_by_names(secrets, monkeypatch):
+    for name, value in CANARIES.items():
+        assert redact.redact(f"a {value} b") == f"a [{name}] b"
+    assert redact.redacted({"x": ["hf_canaryAAAAAAAAAAAAAAAA", 1, None], "canaryEEEEEEEE": 2.5}) == {
+        "x": ["[HF_TOKEN]", 1, None], "[COMET_API_KEY]": 2.5
+    }  # fmt: skip
+    monkeypatch.setenv("LONGER_TOKEN", "canaryBBBBBBBBBBBBBBBB-and-more")
+    assert redact.redact("canaryBBBBBBBBBBBBBBBB-and-more") == "[LONGER_TOKEN]", "the longest first"
+
+
+def test_innocent_words_stay(monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsefalse")
+    monkeypatch.setenv("MY_TOKEN", "short")
+    monkeypatch.setenv("PATH_TO_DATA", "/data/chats.jsonl")
+    assert redact.redact("falsefalse short /data/chats.jsonl") == "falsefalse short /data/chats.jsonl"
+
+
+def test_printed_lines(secrets, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    redact.guard_streams()
+    print("token", os.environ["HF_TOKEN"])
+    assert out.getvalue() == "token [HF_TOKEN]\n"
+
+
+def test_no_file_and_no_line_of_a_run_has_one(train, tmp_path, secrets, monkeypatch):
+    """They stand in the data, in the run's name, in a name of a field, and in an error: everywhere that is written."""
+    lines = [{"instruction": f"say {CANARIES['HF_TOKEN']} {i}", "output": CANARIES["COMET_API_KEY"]} for i in range(30)]
+    lines.append({"instruction": CANARIES["WANDB_API_KEY"]})
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    given = (
+        f"data.path={path}", "data.on_bad_row=skip", "eval.fraction=0.3", "eval.samples=2", "eval.sample_tokens=1",
+        "save.every=1", "data.fields={instruction: instruction, output: output}",
+        f"data.roles={{{CANARIES['MLFLOW_TRACKING_PASSWORD']}: user}}",
+    )  # fmt: skip
+    usual = redact.guard_streams
+    from gearbox import watch
+
+    monkeypatch.setattr(watch.Watch, "__init__", guarded(watch.Watch.__init__, usual))
+    outcome = train("single", *given)
+    assert outcome.codes == [0], outcome.output
+    written = {"the screen": outcome.output.encode()}
+    written |= {str(file): file.read_bytes() for file in outcome.folder.rglob("*") if file.is_file()}
+    assert any(name.endswith("manifest.json") for name in written) and any("events.out" in name for name in written)
+    for name, content in written.items():
+        for canary in CANARIES.values():
+            assert canary.encode() not in content, name
+    assert "[HF_TOKEN]" in (outcome.folder / "report.html").read_text()
+    assert "[MLFLOW_TRACKING_PASSWORD]" in (outcome.folder / "resolved.yaml").read_text()
+    again = train("single", *given, "run.name=tiny-single", "run.resume=latest", "train.steps=4")
+    assert again.codes == [0], "a redacted recipe is still the same recipe"
+
+
+def guarded(usual, guard):
+    """As command.run does before main; the forked ranks of the tests begin at main."""
+
+    def make(self):
+        guard()
+        usual(self)
+
+    return make
+
+
+def test_a_traceback_has_none_either(secrets, tmp_path):
+    code = (
+        "from gearbox import command\ndef main(_): raise RuntimeError('with canaryBBBBBBBBBBBBBBBB')\ncommand.run(main)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "with [WANDB_API_KEY]" in ended.stderr and "canary" not in ended.stderr.replace(
+        "canaryBBBBBBBBBBBBBBBB')", ""
+    )
+    outcome = tmp_path / "outcome"
+    os.environ[command.OUTCOME_FILE] = str(outcome)
+    try:
+        command.conclude("failed", "with canaryBBBBBBBBBBBBBBBB")
+    finally:
+        del os.environ[command.OUTCOME_FILE]
+    assert "canary" not in outcome.read_text()
+
+
+def test_without_the_guard_they_would_be_found(train, tmp_path, secrets, monkeypatch):
+    monkeypatch.setattr(checkpoint, "redacted", lambda value: value)
+    outcome = train("single", "save.every=1", f"data.roles={{{CANARIES['COMET_API_KEY']}: user}}")
+    found = [file for file in outcome.folder.rglob("manifest.json") if CANARIES["COMET_API_KEY"] in file.read_text()]
+    assert found
