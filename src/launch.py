@@ -26,7 +26,7 @@ from gearbox.gear import check_against, load_gear
 TRAIN = ROOT / "src" / "train.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MAX_RESTARTS = 3  # without a newer checkpoint between them
-LINGER_SECONDS = 120  # for ranks that outlive their launcher: they save and end
+SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,13 +76,16 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
         environment = os.environ | {
             command.OUTCOME_FILE: str(outcome_file),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # it kills after 30 s what still saves
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # it kills after 30 s what still saves
         }
         newest = num_restarts = 0
+        run: str | None = None  # its folder, once it has taken a step
         while True:
+            outcome_file.unlink(missing_ok=True)
             code = _attempt([*flags, str(script), *arguments], environment, script, asked)
             status = command.read_outcome(outcome_file)
-            outcome, saved_step = status.get("outcome"), int(status.get("saved_step", 0))
+            outcome, saved_step = status.get("outcome"), int(status.get("saved_step", newest))
+            run = status["run"] if status.get("step") else run
             if outcome in ("refused", "failed"):
                 print(status["text"], file=sys.stderr)
             if outcome == "saved" and code == -signal.SIGKILL and not asked:
@@ -91,23 +94,23 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
                 return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_CODES[outcome]
             if asked:  # before there was anything to save, or in too little time: what is saved stays
                 return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_SAVED
-            if not status.get("step"):
+            if run is None:
                 return code  # it has not come to its first step, and would not the next time
             num_restarts = 1 if saved_step > newest else num_restarts + 1
             newest = max(newest, saved_step)
             if num_restarts > MAX_RESTARTS:
                 print(
                     f"gearbox: {MAX_RESTARTS} restarts in a row came to no checkpoint after step {newest}; the reason "
-                    f"stands above; {status['run']} keeps what there is",
+                    f"stands above; {run} keeps what there is",
                     file=sys.stderr,
                 )
                 return command.EXIT_FAILED
             print(
-                f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {saved_step}",
+                f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {newest}",
                 file=sys.stderr,
                 flush=True,
             )
-            environment[command.RUN_FOLDER] = status["run"]
+            environment[command.RUN_FOLDER] = run
 
 
 def _attempt(arguments: list[str], environment: dict[str, str], script: Path, asked: list[int]) -> int:
@@ -143,7 +146,7 @@ def _attempt(arguments: list[str], environment: dict[str, str], script: Path, as
                 process.wait(timeout=1)
             except subprocess.TimeoutExpired:
                 look()
-        _, alive = psutil.wait_procs(ranks, timeout=LINGER_SECONDS)
+        _, alive = psutil.wait_procs(ranks, timeout=SHUTDOWN_SECONDS)
         for rank in alive:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()

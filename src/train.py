@@ -107,6 +107,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         run.check_same(rows_key, base)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
+        if run.progress.step > num_steps:
+            raise UserError(
+                f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
+            )
         size = tensors.state_bytes(bare, optimizer)
         facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
@@ -118,9 +122,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         if processes.is_main_process:
             write_dropped([*prepared.dropped, *prepared.dropped_of_evaluation], run.folder)
 
-        def samples() -> list[str]:
+        def samples() -> dict[str, str]:
             ask = (accelerator, wrapped, tokenizer)
-            return [evaluation.answer(*ask, sample.prompt, recipe.eval.sample_tokens) for sample in prepared.samples]
+            length = recipe.eval.sample_tokens
+            return {sample.question: evaluation.answer(*ask, sample.prompt, length) for sample in prepared.samples}
 
         def describe() -> dict[str, Any]:
             return {
@@ -134,7 +139,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         with metrics.Metrics(run.folder, screen, num_steps, run.progress) as log:
             checkpoints = saving.Saver(
                 run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
-                saved_step=run.saved_step, agree=backend.agree, gather=backend.gather,
+                saved_step=run.saved_step, beat=watching.beat, agree=backend.agree, gather=backend.gather,
                 pieces=lambda: tensors.held(bare, optimizer, processes.process_index, processes.num_processes),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, processes.is_main_process, **said),
             )  # fmt: skip
@@ -145,8 +150,9 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             )  # fmt: skip
             if stopped:
                 watching.rest()
-                return end_saved(run, checkpoints.saved_step, screen, accelerator)
-            watching.rest(ignores_signals=checkpoints.saved_step < num_steps)
+                return end_saved(run, screen, accelerator)
+            watching.rest(ignores_signals=run.saved_step < num_steps)
+            backend.limit_waiting(backend.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
         trained = tensors.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
@@ -161,7 +167,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             reply = ask_saved(run.folder / "model", question, recipe.model.trust_remote_code)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
             screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
-            run.says("done", saved_step=checkpoints.saved_step)
+            run.says("done")
             screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
     return 0
 
@@ -231,6 +237,7 @@ def fit(
                 f"rows {batch.row_ids}: {rows.places(batch.row_ids)}"
             )
         if progress.step == first_step + 1:
+            run.has_begun = True
             if accelerator.is_main_process:
                 run.says("running")
             backend.limit_waiting(recipe.run.hang_timeout + watch.GRACE_SECONDS)
@@ -277,16 +284,17 @@ def train_step(
 
 def tell_of_save(run: Any, log: Any, is_main: bool, **said: Any) -> None:
     log.save(**said)
+    run.saved_step = said.get("saved", run.saved_step)
     if "saved" in said and is_main:
-        run.says("running", saved_step=said["saved"])
+        run.says("running")
 
 
-def end_saved(run: Any, saved_step: int, screen: Any, accelerator: Any) -> int:
+def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
     """The run was asked to stop: say from where it goes on; returns the exit code."""
-    text = f"stopped at step {run.progress.step}; the same command goes on from step {saved_step}"
+    text = f"stopped at step {run.progress.step}; the same command goes on from step {run.saved_step}"
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        run.says("saved", text, saved_step)
+        run.says("saved", text)
     screen.print(f"[bold green]saved[/]  {text}")
     return command.exit_code("saved")
 
@@ -362,10 +370,15 @@ def print_plan(
     return shown
 
 
-def samples_of(samples: list[Any], before: list[str], after: list[str]) -> list[dict[str, str]]:
+def samples_of(samples: list[Any], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
     return [
-        {"question": sample.question, "before": first, "after": second, "right": sample.answer}
-        for sample, first, second in zip(samples, before, after, strict=True)
+        {
+            "question": sample.question,
+            "before": before.get(sample.question, "(not asked)"),
+            "after": after[sample.question],
+            "right": sample.answer,
+        }
+        for sample in samples
     ]
 
 

@@ -243,7 +243,7 @@ def test_a_manifest_as_large_as_a_disk_is_not_read(tmp_path):
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5), (6, None)):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, None)):
         make(tmp_path, step, loss)
     flip(make(tmp_path, 7) / "shard-00000.safetensors", random.Random(0))
     (tmp_path / "step-0").mkdir()  # half of one

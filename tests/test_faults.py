@@ -362,6 +362,61 @@ def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
     assert ledger.leftovers(outcome.folder) == []
 
 
+def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
+    usual, counted = checkpoint.Staging.write, [0]
+
+    def write(self, path):
+        counted[0] += 1
+        if counted[0] in (1, 2):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return usual(self, path)
+
+    monkeypatch.setattr(checkpoint.Staging, "write", write)
+    monkeypatch.setattr(saving, "LAST_TRY_SECONDS", 1)
+    outcome = train("ddp", *STEPS, "save.every=100", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert [line["saved"] for line in outcome.lines("saved")] == [8]
+    assert outcome.output.count("checkpoint of step 8 not written") == 2
+
+
+def test_a_save_that_is_slower_than_the_hang_timeout_is_none(train, monkeypatch):
+    usual = checkpoint.Staging.write
+
+    def slow(self, path):
+        time.sleep(6)
+        return usual(self, path)
+
+    monkeypatch.setattr(checkpoint.Staging, "write", slow)
+    outcome = train("ddp", *STEPS, "save.every=100", HANG, ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+
+
+def test_pruning_that_fails_leaves_the_save_a_success(train, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOTEMPTY, "not empty")
+
+    monkeypatch.setattr(checkpoint, "prune", fail)
+    outcome = train("single", *STEPS)
+    assert outcome.codes == [0] and [line["saved"] for line in outcome.lines("saved")] == [2, 4, 6, 8]
+
+
+def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
+    usual = checkpoint.Staging.write
+
+    def elsewhere(self, path):
+        facts = usual(self, path)
+        if "00001" in path.name:
+            path.unlink()
+        return facts
+
+    monkeypatch.setattr(checkpoint.Staging, "write", elsewhere)
+    monkeypatch.setattr(saving, "LAST_TRIES", 0)
+    outcome = train("ddp", *STEPS, ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert outcome.lines("saved") == []
+    assert "do all machines share run.dir?" in outcome.output
+
+
 def test_a_folder_that_is_removed_during_the_run(train, tmp_path, monkeypatch):
     """It is made anew, with what comes after."""
 

@@ -95,9 +95,7 @@ def test_a_traceback_has_none_either(secrets, tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "with [WANDB_API_KEY]" in ended.stderr and "canary" not in ended.stderr.replace(
-        "canaryBBBBBBBBBBBBBBBB')", ""
-    )
+    assert "with [WANDB_API_KEY]" in ended.stderr and "canary" not in ended.stderr
     outcome = tmp_path / "outcome"
     os.environ[command.OUTCOME_FILE] = str(outcome)
     try:

@@ -93,7 +93,7 @@ def test_what_is_not_restored_is_noticed(train, monkeypatch):
     breakages = [
         (backend, "draw_from", lambda *_: None),
         (tensors, "_make_state", lambda *_: None),
-        (Progress, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before=[]))),
+        (Progress, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
     ]
     for owner, name, broken in breakages:
         shutil.rmtree(whole.folder.parent / "cut")

@@ -106,6 +106,39 @@ def test_what_may_change_may(train):
     assert len(checked(train("ddp", *STEPS, "run.name=x", *changes, "batch.micro_rows=3", ranks=2)).losses) == 4
 
 
+def test_fewer_steps_than_done_are_refused(train):
+    checked(train("single", *STEPS, "run.name=x", "train.steps=4"))
+    refused = train("single", *STEPS, "run.name=x", "train.steps=3", "run.resume=latest")
+    assert refused.codes == [2] and "train.steps: 3 are fewer than the 4 steps of" in refused.output
+
+
+def test_other_sample_questions_than_before(train):
+    checked(train("single", *STEPS, "run.name=x"))
+    more = ("train.steps=4", "run.resume=latest", "eval.samples=1", "eval.sample_tokens=2")
+    outcome = checked(train("single", *STEPS, "run.name=x", *more))
+    assert "before (not asked)" in outcome.output
+
+
+def test_what_a_series_of_names_means(tmp_path):
+    from gearbox import runs
+
+    for name in ("r", "r-3", "r-10", "r-x", "rest", "r-2-3"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in runs._series(tmp_path, "r")] == ["r", "r-3", "r-10"]
+    assert runs._claim(tmp_path, "r").name == "r-11"
+    assert [runs._claim(tmp_path, "new").name for _ in range(3)] == ["new", "new-2", "new-3"]
+
+
+@pytest.mark.parametrize("status", [None, "", '{"outcome": "saved"}'])
+def test_checkpoints_speak_where_status_json_does_not(train, status):
+    first = checked(train("single", *STEPS, "run.name=x"))
+    (first.folder / "status.json").unlink()
+    if status is not None:
+        (first.folder / "status.json").write_text(status)
+    again = checked(train("single", *STEPS, "run.name=x", "train.steps=3"))
+    assert names(again) == ["x"] and len(again.losses) == 3
+
+
 def test_other_data_behind_the_same_name_is_noticed(train, tmp_path, chats):
     path = tmp_path / "mine.jsonl"
     lines = chats.read_text().splitlines()

@@ -69,7 +69,7 @@ class Staging:
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.header = b""
-        self.num_bytes = 0
+        self.num_bytes = self.num_written = 0
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Copy the pieces in. Afterwards they may change."""
@@ -96,10 +96,12 @@ class Staging:
         """Write the shard and see it to the disk; returns its size and digest."""
         data = self.buffer.numpy()[: self.num_bytes]
         digest = xxhash.xxh3_128()
+        self.num_written = 0
         with path.open("wb") as file:
             for part in (self.header, *(data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))):
                 digest.update(part)
                 file.write(part)
+                self.num_written += len(part)
             file.flush()
             os.fsync(file.fileno())
         return {"bytes": len(self.header) + self.num_bytes, "xxh3_128": digest.hexdigest()}
@@ -139,7 +141,7 @@ def remove(folder: Path) -> None:
     aside = folder.with_name(f"{folder.name}.tmp-removed")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)  # what stays is swept
 
 
 def sweep(parent: Path) -> None:
@@ -157,7 +159,7 @@ def prune(parent: Path, keep: int) -> None:
         except Damaged:
             continue
     kept = set(sorted(whole)[-keep:])
-    looked_at = {step: loss for step, loss in whole.items() if loss is not None}
+    looked_at = {step: loss for step, loss in whole.items() if loss is not None and math.isfinite(loss)}
     if looked_at:
         kept.add(min(looked_at, key=lambda step: (looked_at[step], -step)))
     for step, folder in steps(parent):

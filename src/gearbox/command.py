@@ -77,7 +77,10 @@ def conclude(outcome: str, text: str, folder: Path | None = None, **facts: Any) 
     for place in places:
         aside = place.with_name(f".{place.name}.{os.getpid()}")
         try:
-            aside.write_text(json.dumps(redacted(status)) + "\n", encoding="utf-8")
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(redacted(status)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             aside.replace(place)
         except OSError as error:  # a full disk is no reason to stop
             aside.unlink(missing_ok=True)

@@ -45,6 +45,7 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
         self.waiting: list[str] = []
+        self.board: Any = None
         self.last = self.last_line = time.perf_counter()
         self.first_step = progress.step + 1
         self.idle_since: float | None = None
@@ -70,7 +71,8 @@ class Metrics:
         if self.writes:
             self.bar.stop()
             with suppress(OSError):
-                self.board.close()
+                if self.board is not None:
+                    self.board.close()
 
     def step(self, *, num_tokens: int, is_spike: bool, skipped: bool, **numbers: Any) -> None:
         """Record the optimizer step that `progress` has just counted; rates are since the last one."""
@@ -117,7 +119,7 @@ class Metrics:
         if "save_error" in facts:
             self.screen.print(
                 f"[bold red]checkpoint of step {facts['save_failed']} not written[/]: {escape(facts['save_error'])}; "
-                f"the last good one is of step {facts['last_saved']}; training goes on and tries again"
+                f"the last good one is of step {facts['last_saved']}; it is tried again"
             )
         self.log(**facts)
 
@@ -135,7 +137,7 @@ class Metrics:
                 self.screen.print(f"{self.path} cannot be written: {error.strerror}; its lines wait until it can")
         try:
             for name, number in numbers.items():
-                if isinstance(number, int | float):
+                if isinstance(number, int | float) and self.board is not None:
                     self.board.add_scalar(name, number, step)
         except OSError:  # of its thread, which has ended: another one for what comes
             self._open_board(step)
@@ -143,6 +145,7 @@ class Metrics:
     def _open_board(self, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.board = None
         with suppress(OSError):
             self.board = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
 

@@ -28,8 +28,8 @@ class Progress:
     """The last step at which the held-out rows were looked at."""
     eval_loss: float | None = None
     """What was found there."""
-    answers_before: list[str] = field(default_factory=list)
-    """To the sample questions, before the first step."""
+    answers_before: dict[str, str] = field(default_factory=dict)
+    """To each sample question, before the first step."""
 
     def advance(self, *, rows_hash: str, num_tokens: int, num_targets: int, loss: float, skipped: bool) -> bool:
         """Count one step; returns whether its loss is a spike: farther above the last ones than these lie apart."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 # Hugging Face, Weights & Biases, AWS, Azure, Comet, MLflow, ... all name theirs so.
@@ -16,7 +17,8 @@ MIN_LETTERS = 8  # shorter values stand in too many innocent words
 
 def secrets() -> dict[str, str]:
     """Value to name of each secret in the environment, longest first, so that none hides a part of another."""
-    found = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= MIN_LETTERS}
+    named = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= MIN_LETTERS}
+    found = {value: name for value, name in named.items() if not Path(value).exists()}  # a folder of secrets is none
     return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,14 @@ class Run:
     checkpoint: Path | None = None
     """What it goes on from; verified."""
     manifest: dict[str, Any] | None = None
+    saved_step: int = 0
+    """Of the newest checkpoint in this folder."""
+    has_begun: bool = False
+    """Whether it has taken a step, in this process."""
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-    @property
-    def saved_step(self) -> int:
-        """Of the checkpoint in this folder that it goes on from; one in another folder is not this run's."""
-        is_mine = self.checkpoint is not None and self.checkpoint.parent == self.checkpoints
-        return self.manifest["step"] if is_mine and self.manifest is not None else 0
 
     def restore(self, bare: Any, engine: Any, optimizer: Any) -> None:
         """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
@@ -66,11 +64,11 @@ class Run:
                 "back, or start anew with run.resume=never"
             )
 
-    def says(self, outcome: str, text: str = "", saved_step: int | None = None) -> None:
+    def says(self, outcome: str, text: str = "") -> None:
         """Leave in status.json how the run stands. For rank 0."""
         command.conclude(
             outcome, text, self.folder, run=str(self.folder), step=self.progress.step,
-            saved_step=self.saved_step if saved_step is None else saved_step,
+            saved_step=self.saved_step,
             pid=os.getpid(), host=socket.gethostname(),
         )  # fmt: skip
 
@@ -103,14 +101,14 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
                     leftover.unlink()
             resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
             (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
-            run.says("running")
+            if run.checkpoint is None:
+                run.says("running")
         yield run
     except BaseException as found:
         if mine:
-            has_begun = run.progress.step > 0
-            if has_begun and isinstance(found, UserError):
+            if run.has_begun and isinstance(found, UserError):
                 run.says("failed", f"gearbox: {found}")
-            if is_new and not has_begun:
+            if is_new and not run.has_begun:
                 shutil.rmtree(run.folder, ignore_errors=True)
         raise
     finally:
@@ -140,22 +138,22 @@ def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
 
 
 def _series(parent: Path, name: str) -> list[Path]:
-    """name, name-2, name-3, ... as far as they are there."""
-    found: list[Path] = []
-    while (folder := parent / (name if not found else f"{name}-{len(found) + 1}")).is_dir():
-        found.append(folder)
-    return found
+    """name, name-2, name-3, ...: those that are there, by number."""
+    numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in parent.glob(f"{name}-*") if folder.is_dir()}
+    siblings = sorted((int(number), folder) for folder, number in numbers.items() if number.isdigit())
+    return [*([parent / name] if (parent / name).is_dir() else []), *(folder for _, folder in siblings)]
 
 
 def _is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
     """Whether `auto`, or a checkpoint's path, means this run: it is not finished, and no other one."""
     status = command.read_outcome(folder / "status.json")
     saved = _resolved(folder)
-    if status.get("outcome") in (None, "done"):
+    has_checkpoints = bool(checkpoint.steps(folder / "checkpoints"))
+    if status.get("outcome") == "done" or (not status and not has_checkpoints):
         return False
     if recipe.run.resume not in RESUME and saved.get("run", {}).get("resume") != recipe.run.resume:
         return False
-    if checkpoint.steps(folder / "checkpoints"):
+    if has_checkpoints:
         return True
     return is_restart or (status["outcome"] != "failed" and not _differences(saved, recipe))
 
@@ -168,15 +166,14 @@ def _resolved(folder: Path) -> dict[str, Any]:
 
 
 def _claim(parent: Path, name: str) -> Path:
-    """The first of name, name-2, name-3, ... that is free, made now."""
-    number = 1
+    """name, or name-2, name-3, ... after the last one that is there; made now."""
     while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+        there = _series(parent, name)
+        last = there[-1].name.removeprefix(f"{name}-") if there else "0"
+        folder = parent / (f"{name}-{int(last) + 1 if last.isdigit() else 2}" if there else name)
+        with suppress(FileExistsError):  # somebody was faster
             folder.mkdir()
             return folder
-        except FileExistsError:
-            number += 1
 
 
 def _lock(folder: Path) -> FileLock:
@@ -230,6 +227,8 @@ def _find(
                 "run.resume=never"
             )
         run.checkpoint, run.manifest = folder, manifest
+        # One in another folder is not this run's.
+        run.saved_step = manifest["step"] if folder.parent == run.checkpoints else 0
         return
     if bad:
         raise UserError(

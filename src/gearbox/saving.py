@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from gearbox.config import Save, UserError
 from gearbox.progress import Progress
 
 RETRY_STEPS = 10  # after a save that failed
+LAST_TRIES = 3  # where no later step can try again
+LAST_TRY_SECONDS = 10  # between them
+LOOK_SECONDS = 1.0  # between two agreements while all wait for a save
 
 
 class Saver:
@@ -40,9 +44,11 @@ class Saver:
         pieces: Callable[[], list[checkpoint.Piece]],
         describe: Callable[[], dict[str, Any]],
         tell: Callable[..., None],
+        beat: Callable[[str], None],
     ) -> None:
         self.folder, self.save, self.rank, self.run_id = folder, save, rank, run_id
         self.agree, self.gather, self.pieces, self.describe, self.tell = agree, gather, pieces, describe, tell
+        self.beat = beat
         self.saved_step = saved_step
         """Of the newest checkpoint, 0 if there is none."""
         self.staging = checkpoint.Staging()
@@ -58,16 +64,24 @@ class Saver:
         """Between two steps: bring a save forward, begin one if it is due. True if the ranks are to stop here."""
         busy, failed, stopping = self.agree([self._is_busy(), self._has_failed(), stop])
         if self._step and (failed or not busy):
-            self._advance(bool(failed))
+            self._advance()
         is_last = progress.step == num_steps
         due = self.save.every > 0 and (progress.step % self.save.every == 0 or is_last)
-        due = due or progress.step == self._retry_at or stopping > 0
+        due = due or (self._retry_at is not None and progress.step >= self._retry_at) or stopping > 0
         if due and progress.step > self.saved_step:
             self._wait()  # two saves never overlap
             if progress.step > self.saved_step:
                 self._begin(progress)
         if stopping or is_last:
             self._wait()
+            for _ in range(LAST_TRIES if due else 0):
+                if self.saved_step == progress.step or not progress.step:
+                    break
+                for second in range(LAST_TRY_SECONDS):
+                    self.beat(f"step {progress.step}, {second} s after a save that failed")
+                    time.sleep(1)
+                self._begin(progress)
+                self._wait()
         return bool(stopping)
 
     # ----------------------------------------------------------------------- one save
@@ -93,11 +107,16 @@ class Saver:
         return {"files": {name: self.staging.write(self._aside / name)}}
 
     def _commit(self) -> dict[str, Any]:
+        for name, facts in self._manifest["files"].items():
+            shard = self._aside / name
+            if not shard.is_file() or shard.stat().st_size != facts["bytes"]:
+                raise OSError(errno.ENOENT, "is not as it was written; do all machines share run.dir?", str(shard))
         checkpoint.commit(self._aside, self.folder / f"step-{self._step}", self._manifest)
-        checkpoint.prune(self.folder, self.save.keep)
+        with suppress(OSError):  # the next one tries again; the checkpoint stands
+            checkpoint.prune(self.folder, self.save.keep)
         return {}
 
-    def _advance(self, failed: bool) -> None:
+    def _advance(self) -> None:
         """The thread is done on every rank, or failed on one: go on to the next stage, on all."""
         started = time.perf_counter()
         if self._thread is not None:
@@ -138,11 +157,12 @@ class Saver:
         """Bring the save under way to its end."""
         while self._step:
             started = time.perf_counter()
-            if self._thread is not None:
-                self._thread.join()
-            _, failed = self.agree([self._is_busy(), self._has_failed()])
+            while self.agree([self._is_busy()])[0]:
+                self.beat(f"step {self._step}, saving: {self.staging.num_written:,} bytes written")
+                if self._thread is not None:
+                    self._thread.join(timeout=LOOK_SECONDS)
             self._stall += time.perf_counter() - started
-            self._advance(bool(failed))
+            self._advance()
 
     # ----------------------------------------------------------------------- its thread
 
@@ -153,6 +173,7 @@ class Saver:
             try:
                 self._outcome = job()
             except Exception as error:
+                self._outcome = {"error": f"{type(error).__name__}: {error}"}
                 self._outcome = {"error": explain(error, self.folder, need)}
 
         self._outcome = {}
