@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
 
-.PHONY: help setup train test lint bench format schema smollm2 image clean
+.PHONY: help setup train test lint bench faults format schema smollm2 image clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
-test: $(STAMP)  ## all tests, about 17 minutes on 2 cores
+test: $(STAMP)  ## all tests, about 21 minutes on 2 cores
 	$(BIN)/pytest
 
 lint: $(STAMP)  ## ruff and mypy
@@ -31,9 +31,13 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) smollm2  ## how fast and in how much memory data is prepared, 12 minutes; FILE=alpaca.json
+faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
+	$(BIN)/python tests/faults/battery.py
+
+bench: $(STAMP) smollm2  ## how fast data is prepared, and what a checkpoint costs, 25 minutes; FILE=alpaca.json
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/saving.py
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

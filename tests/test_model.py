@@ -1,5 +1,9 @@
 """Loading, narrowing and refusing models."""
 
+import json
+import os
+from contextlib import suppress
+
 import pytest
 import torch
 import transformers
@@ -9,6 +13,7 @@ from gearbox import loss, model, tasks
 from gearbox.config import ROOT, Adapter, Model, UserError
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+TINY = Model(name=str(ROOT / "recipes/tiny"))
 CONFIGS = sorted((ROOT / "recipes/architectures").glob("*.json"))
 
 
@@ -95,3 +100,75 @@ def test_an_adapter_on_the_head_is_refused(tmp_path):
         model.load(
             str(tmp_path / "base"), Model(name="x"), Adapter(method="lora", targets=["nothing_such"]), 0, "no", "fp32"
         )
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def a_model(folder):
+    model.write_random(model.load_config(TINY, rehearse=False), model.load_tokenizer(TINY, None, False), 0, folder)
+    return folder
+
+
+def loaded(folder, **changes):
+    settings = Model(name=str(folder), **changes)
+    return model.load(str(folder), settings, Adapter(), 0, "no", "fp32")
+
+
+def test_pickled_weights_are_refused_and_do_not_run(tmp_path):
+    folder, mark = a_model(tmp_path / "m"), tmp_path / "it-ran"
+    (folder / "model.safetensors").unlink()
+    torch.save({"w": Payload(mark)}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="has no safetensors weights, and pickled ones could run code"):
+        loaded(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("part", ["config", "tokenizer"])
+def test_code_that_comes_with_a_model_runs_only_where_the_recipe_says_so(tmp_path, part):
+    folder, mark = a_model(tmp_path / "m"), tmp_path / "it-ran"
+    code = f"import os\nos.mkdir({str(mark)!r})\nfrom transformers import LlamaConfig\nclass Odd(LlamaConfig):\n"
+    (folder / "odd.py").write_text(code + "    model_type = 'odd'\n")
+    settings = json.loads((folder / "config.json").read_text()) | {"model_type": "odd"}
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoConfig": "odd.Odd"}}))
+    if part == "config":
+        with pytest.raises(UserError, match="brings Python code of its own; read it"):
+            model.load_config(Model(name=str(folder)), rehearse=False)
+        assert not mark.exists()
+        with pytest.raises(UserError, match="not a causal language model"):  # its code has run, and told what it is
+            model.load_config(Model(name=str(folder), trust_remote_code=True), rehearse=False)
+        assert mark.exists()
+    else:
+        with suppress(UserError):
+            model.load_tokenizer(Model(name=str(folder)), None, rehearse=False)
+        assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('MARK') }}",
+        "{{ messages.append(1) }}",
+        "{% for x in [].__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    ],
+)
+def test_a_chat_template_does_not_get_out_of_its_sandbox(tmp_path, escape):
+    mark = tmp_path / "it-ran"
+    path = tmp_path / "escape.jinja"
+    path.write_text(escape.replace("MARK", str(mark)))
+    tokenizer = model.load_tokenizer(TINY, str(path), rehearse=False)
+    with pytest.raises(Exception, match=r"unsafe|is not safely callable|undefined|not safe"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert not mark.exists()
+
+
+def test_trusting_code_is_said_loudly(train):
+    outcome = train("single", "model.trust_remote_code=true")
+    assert outcome.codes == [0]
+    assert "WARNING: model.trust_remote_code runs the code that comes with recipes/tiny" in outcome.output

@@ -1,0 +1,115 @@
+"""What a checkpoint costs: the stall of an asynchronous save against a synchronous one, and the memory it takes.
+
+python benchmarks/saving.py     after `make smollm2`; writes nothing but figures to the screen
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+
+import conftest  # noqa: E402  the environment of the warm ranks
+import train as script  # noqa: E402
+from gearbox import saving  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+RUNS = 3
+BILLION = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 2048,
+    "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "tie_word_embeddings": True, "dtype": "bfloat16", "pad_token_id": 0, "eos_token_id": 3,
+}  # fmt: skip
+
+script.ask_saved = lambda *_: "(not asked)"
+begin, fill = saving.Saver._begin, saving.checkpoint.Staging.fill
+
+
+def synchronous(self: saving.Saver, progress: object) -> None:
+    """A save that training waits for."""
+    begin(self, progress)
+    self._wait()
+
+
+def stalls(folder: Path, name: str) -> list[float]:
+    """Seconds of each save between the first (which allocates the buffer) and the last (for which all wait)."""
+    outcome = run_ranks(
+        "fsdp",
+        ["recipes/smollm2_135m.yaml", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs", f"run.name={name}",
+         "train.steps=12", "schedule.warmup_steps=1", "batch.rows=2", "batch.row_tokens=64", "eval.samples=0",
+         "eval.every=0", "eval.fraction=0", "save.every=3", "run.hang_timeout=600"],
+        folder / "runs", 2,
+    )  # fmt: skip
+    assert set(outcome.codes) == {0}, outcome.output[-3000:]
+    found = [line["save_stall_seconds"] for line in outcome.lines("save_stall_seconds")]
+    seconds = [line["save_seconds"] for line in outcome.lines("save_seconds")]
+    print(f"{name}: stalls {found}, until complete {seconds}", flush=True)
+    return found[1:-1]
+
+
+def memory(folder: Path) -> None:
+    """Largest growth of a rank's memory while it saves, beside its shard, for a random model of a billion weights."""
+    model = folder / "billion"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(BILLION))
+    for file in (ROOT / "recipes/tiny").iterdir():
+        if file.name != "config.json":
+            (model / file.name).write_bytes(file.read_bytes())
+
+    def watched(self: saving.Saver, progress: object) -> None:
+        me, before, peak = psutil.Process(), psutil.Process().memory_info().rss, [0]
+
+        def look() -> None:
+            while self._step:
+                peak[0] = max(peak[0], me.memory_info().rss)
+                time.sleep(0.01)
+
+        begin(self, progress)
+        thread = threading.Thread(target=look)
+        thread.start()
+        self._wait()
+        thread.join()
+        shard = self.staging.num_bytes
+        print(
+            f"rank {self.rank}: shard {shard / 2**30:.2f} GiB, grew by {(peak[0] - before) / 2**30:.2f} GiB", flush=True
+        )
+
+    saving.Saver._begin = watched
+    outcome = run_ranks(
+        "fsdp",
+        ["recipes/tiny.yaml", f"model.name={model}", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs",
+         "run.name=billion", "optim.master_weights=bf16", "train.steps=1", "schedule.warmup_steps=0", "batch.rows=2",
+         "batch.micro_rows=1", "batch.row_tokens=128", "eval.samples=0", "eval.fraction=0", "eval.every=0"],
+        folder / "runs", 2,
+    )  # fmt: skip
+    saving.Saver._begin = begin
+    print("\n".join(line for line in outcome.output.splitlines() if "shard" in line or "parameters on" in line))
+    assert set(outcome.codes) == {0}, outcome.output[-3000:]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir=ROOT / "models") as name:
+        folder = Path(name)
+        conftest.make_chats(folder / "chats.jsonl")
+        ours, theirs = [], []
+        for number in range(RUNS):
+            ours += stalls(folder, f"asynchronous-{number}")
+            saving.Saver._begin = synchronous
+            theirs += stalls(folder, f"synchronous-{number}")
+            saving.Saver._begin = begin
+        mine, other = statistics.median(ours), statistics.median(theirs)
+        print(f"stall: {mine:.3f} s asynchronous, {other:.3f} s synchronous: {mine / other:.0%}")
+        memory(folder)
+
+
+if __name__ == "__main__":
+    main()
