@@ -11,8 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -99,11 +97,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
                 prepared = data.arrange(recipe, documents, evaluated, tokenizer, packing=False)
         backend.settle(accelerator, wrapped, prepared.training.batch([None]))
         rows_key = f"{documents.key} {prepared.training.key}"
-        base = (
-            backend.first_decides(lambda: model.fingerprint(source, recipe.model))
-            if recipe.adapter.method != "none"
-            else None
-        )
+        base = backend.first_decides(lambda: model.fingerprint(source, recipe))
         run.check_same(rows_key, base)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
@@ -128,9 +122,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             return {sample.question: evaluation.answer(*ask, sample.prompt, length) for sample in prepared.samples}
 
         def describe() -> dict[str, Any]:
+            """What a manifest holds beside the progress and the files."""
             return {
                 "parameters": tensors.shapes(bare), "scalars": tensors.scalars(bare, optimizer),
-                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": versions(),
+                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": runs.versions(),
                 "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
             }  # fmt: skip
 
@@ -160,8 +155,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:
-            answered = samples_of(prepared.samples, run.progress.answers_before, after)
-            print_samples(screen, answered)
+            answered = preview.answers(prepared.samples, run.progress.answers_before, after)
+            preview.show_answers(screen, answered)
             report.write(run.folder, facts, shown, answered)
             question = prepared.samples[0].question if prepared.samples else "Hello"
             reply = ask_saved(run.folder / "model", question, recipe.model.trust_remote_code)
@@ -299,13 +294,6 @@ def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
     return command.exit_code("saved")
 
 
-def versions() -> dict[str, str]:
-    """Of what decides about numbers."""
-    names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
-    found = {name: version(name) for name in names if find_spec(name)}
-    return {"python": sys.version.split()[0], **found}
-
-
 def neighbours_seen(accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
     """How far packed documents see each other in a batch of the shape that is trained: 0, if all is well."""
     from gearbox import data, loss
@@ -370,30 +358,10 @@ def print_plan(
     return shown
 
 
-def samples_of(samples: list[Any], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
-    return [
-        {
-            "question": sample.question,
-            "before": before.get(sample.question, "(not asked)"),
-            "after": after[sample.question],
-            "right": sample.answer,
-        }
-        for sample in samples
-    ]
-
-
-def print_samples(screen: Any, samples: list[dict[str, str]]) -> None:
-    for sample in samples:
-        screen.print("\n".join(f"[cyan]{name:>8}[/] {_short(text)}" for name, text in sample.items()))
-
-
-def _short(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
-    return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
-
-
 def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
     """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
+    from gearbox import preview
+
     inherited = (
         "RANK",
         "WORLD_SIZE",
@@ -415,7 +383,7 @@ def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> s
     )
     if outcome.returncode != 0:
         raise RuntimeError(f"{folder} was saved but cannot be loaded back:\n{outcome.stderr[-3000:]}")
-    return _short(outcome.stdout)
+    return preview.short(outcome.stdout)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import ledger
 import train as script
 from gearbox import checkpoint, command, data, evaluation, metrics, saving, watch
 from gearbox.progress import Progress
+from test_resume import count_steps
 
 STEPS = ("schedule.name=constant", "save.every=2", "train.steps=8", "run.name=x")
 NUM_ROWS = 101  # of the chats, in rows of 128 tokens
@@ -222,14 +223,7 @@ def test_a_rank_that_is_late(train, monkeypatch):
             time.sleep(60)
         return usual(rows, row_ids, rank, *rest)
 
-    advance = Progress.advance
-
-    def counted(self, **facts):
-        Progress.now = self.step + 2
-        return advance(self, **facts)
-
-    monkeypatch.setattr(Progress, "now", 1, raising=False)
-    monkeypatch.setattr(Progress, "advance", counted)
+    count_steps(monkeypatch)
     monkeypatch.setattr(data, "make_step", sleeping)
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert outcome.codes == [1, 1], outcome.output

@@ -21,6 +21,18 @@ def checked(outcome):
     return outcome
 
 
+def count_steps(monkeypatch) -> None:
+    """Let Progress.now be the step that is being done."""
+    advance = Progress.advance
+
+    def counted(self, **facts):
+        Progress.now = self.step + 2
+        return advance(self, **facts)
+
+    monkeypatch.setattr(Progress, "now", 1, raising=False)
+    monkeypatch.setattr(Progress, "advance", counted)
+
+
 def interrupted(monkeypatch, step: int, number: int = signal.SIGTERM, rank: int = 0):
     """Let a rank signal itself within a step."""
     usual = script.train_step
@@ -30,14 +42,7 @@ def interrupted(monkeypatch, step: int, number: int = signal.SIGTERM, rank: int 
             os.kill(os.getpid(), number)
         return usual(accelerator, model, optimizer, *rest)
 
-    advance = Progress.advance
-
-    def counting(self, **facts):
-        Progress.now = self.step + 2
-        return advance(self, **facts)
-
-    monkeypatch.setattr(Progress, "now", 1, raising=False)
-    monkeypatch.setattr(Progress, "advance", counting)
+    count_steps(monkeypatch)
     monkeypatch.setattr(script, "train_step", train_step)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gearbox import loss
 from gearbox.checkpoint import digest_of
-from gearbox.config import ROOT, Adapter, Model, UserError
+from gearbox.config import ROOT, Adapter, Model, Recipe, UserError
 
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
@@ -249,12 +249,14 @@ def stored_dtype(source: str, model: Model) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def fingerprint(source: str, model: Model) -> str:
-    """Identifies the weights of a folder by their content, those of the hub by their commit."""
+def fingerprint(source: str, recipe: Recipe) -> str | None:
+    """Identifies the frozen weights below an adapter: a folder's by their content, the hub's by their commit."""
+    if recipe.adapter.method == "none":
+        return None
     files = sorted(Path(source).glob("*.safetensors"))
     if files:
         return " ".join(digest_of(file) for file in files)
-    return str(getattr(AutoConfig.from_pretrained(source, **_where(model)), "_commit_hash", None))
+    return str(getattr(AutoConfig.from_pretrained(source, **_where(recipe.model)), "_commit_hash", None))
 
 
 def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:

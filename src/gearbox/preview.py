@@ -155,3 +155,26 @@ def show(screen: Any, documents: list[tuple[str, list[tuple[str, bool]]]], num_c
     for place, runs in documents:
         screen.print(f"[cyan]{escape(place)}[/]  supervised {how}:")
         screen.print(styled(runs, colours, num_characters))
+
+
+def answers(samples: list[Any], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
+    """Each sample question with its answers before and after the training, and the right one."""
+    return [
+        {
+            "question": sample.question,
+            "before": before.get(sample.question, "(not asked)"),
+            "after": after[sample.question],
+            "right": sample.answer,
+        }
+        for sample in samples
+    ]
+
+
+def show_answers(screen: Any, samples: list[dict[str, str]]) -> None:
+    for sample in samples:
+        screen.print("\n".join(f"[cyan]{name:>8}[/] {short(text)}" for name, text in sample.items()))
+
+
+def short(text: str) -> str:
+    line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
+    return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"

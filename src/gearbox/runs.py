@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,12 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
     finally:
         for lock in mine:
             lock.release()
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about numbers."""
+    names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
+    return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
 def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
