@@ -261,6 +261,7 @@ def test_sweeping_takes_temporaries_alone(tmp_path):
     make(tmp_path)
     (tmp_path / "step-40.tmp-dead").mkdir()
     (tmp_path / "step-20.tmp-removed").mkdir()
+    (tmp_path / "written.tmp-123").touch()
     checkpoint.sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-20"]
 

@@ -385,6 +385,29 @@ def test_a_save_that_is_slower_than_the_hang_timeout_is_none(train, monkeypatch)
     assert outcome.codes == [0, 0], outcome.output
 
 
+def test_training_goes_on_while_a_save_is_written_and_two_never_overlap(train, tmp_path, monkeypatch):
+    usual = checkpoint.Staging.write
+    marks = tmp_path / "marks"
+
+    def slow(self, path):
+        with marks.open("a") as file:
+            file.write(f"begin {Progress.now - 1}\n")
+            file.flush()
+            begun = Progress.now
+            while Progress.now < begun + 2 and begun < 7:  # until training has gone on by two steps
+                time.sleep(0.01)
+            facts = usual(self, path)
+            file.write("end\n")
+        return facts
+
+    count_steps(monkeypatch)
+    monkeypatch.setattr(checkpoint.Staging, "write", slow)
+    outcome = train("single", *STEPS, "save.every=3")
+    assert outcome.codes == [0], outcome.output
+    assert [line["saved"] for line in outcome.lines("saved")] == [3, 6, 8]
+    assert marks.read_text().split() == ["begin", "3", "end", "begin", "6", "end", "begin", "8", "end"]
+
+
 def test_pruning_that_fails_leaves_the_save_a_success(train, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOTEMPTY, "not empty")

@@ -147,7 +147,10 @@ def remove(folder: Path) -> None:
 def sweep(parent: Path) -> None:
     """Delete what dead runs left half written. Only for whoever holds the run's lock."""
     for leftover in parent.glob("*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink()
 
 
 def prune(parent: Path, keep: int) -> None:
