@@ -116,8 +116,16 @@ def stopping(number: int, rank: int):
     return act
 
 
-@pytest.mark.parametrize("phase", ["the first step", "evaluating", "saving", "rows", "the last step"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("the first step", signal.SIGTERM),
+        ("evaluating", signal.SIGUSR1),
+        ("saving", signal.SIGTERM),
+        ("rows", signal.SIGTERM),
+        ("the last step", signal.SIGUSR1),
+    ],
+)
 def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
     """To one rank alone: all save and end together, and the same command goes on from there."""
     reference = books("reference")
