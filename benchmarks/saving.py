@@ -45,8 +45,8 @@ def stalls(folder: Path, name: str) -> list[float]:
     outcome = run_ranks(
         "fsdp",
         ["recipes/smollm2_135m.yaml", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs", f"run.name={name}",
-         "train.steps=12", "schedule.warmup_steps=1", "batch.rows=2", "batch.row_tokens=64", "eval.samples=0",
-         "eval.every=0", "eval.fraction=0", "save.every=3", "run.hang_timeout=600"],
+         "train.steps=9", "schedule.warmup_steps=1", "batch.rows=2", "batch.row_tokens=64", "eval.samples=0",
+         "eval.every=0", "eval.fraction=0", "save.every=2", "run.hang_timeout=600"],
         folder / "runs", 2,
     )  # fmt: skip
     assert set(outcome.codes) == {0}, outcome.output[-3000:]
