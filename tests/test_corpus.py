@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import datasets
@@ -784,7 +785,7 @@ def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
 
 def test_a_waiting_rank_ends_with_its_launcher(tokenizer, tmp_path, monkeypatch):
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
-    parents = iter([os.getppid(), os.getppid(), 1])
+    parents = chain([os.getppid(), os.getppid()], repeat(1))
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     with pytest.raises(RuntimeError, match="the launcher has ended"):
         corpus.of_recipe(recipe, tokenizer, is_builder=False)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -151,8 +152,12 @@ def until(condition, process) -> None:
 
 
 def ranks_of(process) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if str(ROOT / "src/train.py") in child.cmdline()[:4]]
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if str(ROOT / "src/train.py") in child.cmdline()[:4]:
+                found.append(child)
+    return found
 
 
 def steps(folder: Path) -> list[int]:

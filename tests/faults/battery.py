@@ -510,9 +510,8 @@ def write_table(results: dict) -> None:
         if name in results:
             found = results[name]
             verdict = "as it must" if not found["problems"] else "**not so**: " + "; ".join(found["problems"])[:200]
-            rows.append(
-                f"| {function.__doc__} | {found['facts'].get('killed', found['times'])} | {outcome} | {verdict} ({found['seconds']:.0f} s) |"
-            )
+            times = found["facts"].get("killed", found["times"])
+            rows.append(f"| {function.__doc__} | {times} | {outcome} | {verdict} ({found['seconds']:.0f} s) |")
     notes = []
     waits = results.get("kill_a_rank", {}).get("facts", {}).get("seconds_to_next_step")
     if waits:
