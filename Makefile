@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
-test: $(STAMP)  ## all tests, about 21 minutes on 2 cores
+test: $(STAMP)  ## all tests
 	$(BIN)/pytest
 
 lint: $(STAMP)  ## ruff and mypy
@@ -34,7 +34,7 @@ lint: $(STAMP)  ## ruff and mypy
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/faults/battery.py
 
-bench: $(STAMP) smollm2  ## how fast data is prepared, and what a checkpoint costs, 25 minutes; FILE=alpaca.json
+bench: $(STAMP) smollm2  ## how fast data is prepared, and what a checkpoint costs; FILE=alpaca.json
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/saving.py

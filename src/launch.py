@@ -7,7 +7,6 @@ Exit codes: 0 done; 2 a mistake of yours; 85 saved, the same command goes on; 93
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -27,7 +26,6 @@ TRAIN = ROOT / "src" / "train.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MAX_RESTARTS = 3  # without a newer checkpoint between them
 SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
-PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
@@ -119,7 +117,7 @@ def _attempt(arguments: list[str], environment: dict[str, str], script: Path, as
         [sys.executable, "-m", "accelerate.commands.launch", *arguments],
         env=environment,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
-        preexec_fn=_end_with_parent,
+        preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
     )
     ranks: list[psutil.Process] = []
 
@@ -154,10 +152,6 @@ def _attempt(arguments: list[str], environment: dict[str, str], script: Path, as
         for number, handler in usual.items():
             signal.signal(number, handler)
     return process.returncode
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

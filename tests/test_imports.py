@@ -31,6 +31,7 @@ SIDEWAYS = {
     ("saving", "checkpoint"): "it decides when one is written",
     ("saving", "progress"): "with how far the run is",
     ("metrics", "progress"): "it records how far the run is",
+    ("corpus", "command"): "a tokenizing process ends with its parent",
     ("watch", "command"): "a signal ends the command",
     **{
         (part, "redact"): "what is written carries no secret"

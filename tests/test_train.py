@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import transformers
@@ -170,6 +172,19 @@ def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
     assert outcome.codes[0] == 2 and outcome.folder is None
     assert f"{path}:2: text: must be text, found a number" in outcome.output
     assert outcome.output.count("must be text") == 1, "the rank that waits has nothing to say"
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_tokenizing_process_that_is_killed_ends_the_run(train, monkeypatch):
+    """The others are ended by SIGTERM, which must not be caught by the watch that they have inherited."""
+    from gearbox import corpus
+
+    monkeypatch.setattr(corpus, "_run_worker", die)
+    outcome = train("single", "data.path=builtin:tasks", "data.supervise=last")
+    assert outcome.codes == [2], outcome.output
 
 
 def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ an exit code: `accelerate launch` itself can only say 1.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "faile
 OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"  # set by src/launch.py: where the outcome is left for it
 RUN_FOLDER = "GEARBOX_RUN"  # set by src/launch.py at a restart: the folder to go on in
 RANK_0_SPEAKS_SECONDS = 20
+PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY = (
     "out of GPU memory: lower batch.micro_rows (the result stays), set model.gradient_checkpointing=true, train an "
     "adapter, or take the gear fsdp or zero3"
@@ -109,6 +111,11 @@ def end_unsaved(why: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print(f"gearbox: {why}: there is nothing to save", file=sys.stderr, flush=True)
     os._exit(130 if why == "SIGINT" else EXIT_SAVED if direct else EXIT_CRASHED)
+
+
+def end_with_parent(number: int) -> None:
+    """Let this process get a signal when its parent dies, which nothing else would tell it (prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _refuse(text: str) -> NoReturn:

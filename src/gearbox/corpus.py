@@ -6,7 +6,6 @@ tokenizer and the versions. It lies in the cache of `datasets` (HF_DATASETS_CACH
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import heapq
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gearbox import forms, sources, supervision
+from gearbox import command, forms, sources, supervision
 from gearbox.config import FORMS, Data, Recipe, UserError
 from gearbox.forms import BadRow, Names
 from gearbox.sources import Bad, Origin, Record
@@ -38,7 +37,6 @@ from gearbox.sources import Bad, Origin, Record
 BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
 BATCH_DOCUMENTS = 64
 NO_NAMES = Names("text", {}, {})  # for records before the first mapping, which do not come as far as to need names
-PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when its parent dies
 # Until another rank sees to it; by then the builder holds the lock, unless it has read other data.
 BUILDER_FIRST_SECONDS = 60
 NUM_SAMPLES = 64  # kept for people to read: those that any split holds out first
@@ -399,8 +397,12 @@ _worker: Any = None  # in a process of the pool, which inherits it by the fork
 
 def _start_worker(work: _Worker) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and if it is killed, nobody else would
+    # The watch that it inherits is the parent's, which ends the pool, and by SIGTERM if a process of it has died.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    command.end_with_parent(signal.SIGKILL)  # if the parent is killed, nobody else would end this
     gc.disable()  # it would look through all that is inherited and copy it by that; what is made here has no cycles
     _worker = work
 

@@ -173,7 +173,7 @@ class Saver:
             try:
                 self._outcome = job()
             except Exception as error:
-                self._outcome = {"error": f"{type(error).__name__}: {error}"}
+                self._outcome = {"error": f"{type(error).__name__}: {error}"}  # if explaining fails
                 self._outcome = {"error": explain(error, self.folder, need)}
 
         self._outcome = {}

@@ -6,7 +6,6 @@ that disagree waiting for each other. The thread works while the main one waits 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -33,7 +32,6 @@ GRACE_SECONDS = 30.0  # beyond the limit, until a collective gives up by itself
 ANSWER_SECONDS = 5.0  # for the other ranks' stacks, once this one's is written
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 HANGING = signal.SIGUSR2  # from a rank that has waited too long: write your stack too, and end
-PR_SET_PDEATHSIG = 1
 
 
 class Watch:
@@ -57,7 +55,7 @@ class Watch:
         self._parent = os.getppid() if _has_launcher() else None
         if self._parent is not None:
             # Each rank has a session of its own, so killing the launcher's group would leave it.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            command.end_with_parent(signal.SIGTERM)
         self._wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)

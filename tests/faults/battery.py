@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -353,13 +355,22 @@ def damage(draw: random.Random, times: int) -> tuple[list[str], dict]:
     return [f"{missed} missed"] * bool(missed) + [f"{alarms} false alarms"] * bool(alarms), {"clean_loads": times}
 
 
+@contextmanager
+def tmpfs(options: str) -> Iterator[Path]:
+    """A disk of its own, mounted for as long as it is used."""
+    disk = WORK / "disk"
+    disk.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 @fault(1, "told with path, need and free; training goes on, and retries; books balance")
 def disk_full(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """a tmpfs that is filled in the middle of a run and freed again"""
-    disk = WORK / "disk"
-    disk.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=True)
-    try:
+    with tmpfs("size=12m") as disk:
         run = Run("disk-full", runs=str(disk), train__steps="90").start()
         run.until(lambda: run.step >= 12)
         stuffing = disk / "stuffing"
@@ -376,23 +387,16 @@ def disk_full(draw: random.Random, times: int) -> tuple[list[str], dict]:
         said = [line for line in run.output.splitlines() if "not written" in line]
         found += [] if said and "are needed" in said[0] and "are free" in said[0] else ["not told"]
         return found + ([] if whole else ["no whole checkpoint while it was full"]), {"said": said[:1]}
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @fault(1, "refused before training, exit code 2")
 def disk_read_only(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """run.dir on a disk that is mounted read-only"""
-    disk = WORK / "readonly"
-    disk.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], check=True)
-    try:
+    with tmpfs("ro") as disk:
         run = Run("read-only", runs=str(disk)).start()
         code = run.wait(90)
         found = [] if code == 2 and "cannot be written: Read-only file system" in run.output else [f"exit code {code}"]
         return found + run.left(), {}
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @fault(1, "made anew with what comes after; same losses")
