@@ -8,7 +8,7 @@ communicates but `whole_parameters`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,14 +43,17 @@ def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     return held, whole
 
 
-def whole_parameters(accelerator: Any, model: Any, only_trainable: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_parameters(
+    accelerator: Any, model: Any, only_trainable: bool, beside: Container[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
 
-    Trained ones come in their fp32 masters. Persistent buffers come along. Every rank must run it to its end.
+    With only_trainable the frozen ones come where `beside` names them. Trained ones come in their fp32 masters.
+    Persistent buffers come along. Every rank must run it to its end.
     """
     bare = accelerator.unwrap_model(model)
     for name, parameter in [*_parameters(bare), *_buffers(bare)]:
-        if only_trainable and not parameter.requires_grad:
+        if only_trainable and not parameter.requires_grad and name not in beside:
             continue
         if isinstance(parameter, DTensor):
             whole = parameter.full_tensor()
