@@ -36,6 +36,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     # torch is imported from here on; what the files alone can show has been said.
     from gearbox import (
+        adapters,
         backend,
         corpus,
         data,
@@ -52,13 +53,14 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         verification,
     )
 
-    optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     backend.check_ranks(gear)
     # Before the process group exists: tokenizing may take longer than a collective may wait.
     screen = metrics.console(backend.is_first())
     if recipe.model.trust_remote_code:
         screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {recipe.model.name}[/]")
+    recipe = adapters.fetched(recipe)
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    adapters.check_tokens(recipe, tokenizer)
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
@@ -77,10 +79,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         source = weights_of(recipe, tokenizer, run.folder, processes)
         dtype = model.stored_dtype(source, recipe.model)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
-        loaded = model.load(
-            source, recipe.model, recipe.adapter, recipe.train.seed,
-            backend.precision(gear), recipe.optim.master_weights, backend.loading(gear),
-        )  # fmt: skip
+        loaded = model.load(source, recipe, tokenizer, backend.precision(gear), backend.loading(gear))
         wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
         bare = accelerator.unwrap_model(wrapped)
         if run.checkpoint is not None:
@@ -152,8 +151,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             backend.limit_waiting(backend.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
-        only_trainable = recipe.adapter.method != "none"
-        trained = tensors.whole_parameters(accelerator, wrapped, only_trainable, backend.gather)
+        trained = tensors.whole_parameters(
+            accelerator, wrapped, only_trainable=recipe.adapter.method != "none",
+            beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
+        )  # fmt: skip
         model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
@@ -314,8 +315,10 @@ def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_r
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
-    """The recipe with what a laptop lacks replaced: weights by random ones, data of the hub by the built-in tasks."""
+    """The recipe with what a laptop lacks replaced: weights, of an adapter too, by random ones, data of the hub by the
+    built-in tasks."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
+    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
     paths = [source.path for source in recipe.data.sources]
     if not all(map(is_local, paths)):
         changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
@@ -335,7 +338,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer)
+                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens))
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 

@@ -15,6 +15,7 @@ SIDEWAYS = {
     ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
     ("model", "loss"): "a model is loaded with its loss installed",
     ("backend", "gear"): "the engine runs what the gear asks for",
+    ("adapters", "tensors"): "first values are given whole, whichever part a rank holds",
     ("backend", "data"): "IGNORED: what fills a row up has no targets",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
     ("sources", "tasks"): "the built-in data, imported only where it is asked for",

@@ -15,9 +15,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from gearbox import loss
+from gearbox import adapters, loss
 from gearbox.checkpoint import digest_of
-from gearbox.config import ROOT, Adapter, Model, Recipe, UserError
+from gearbox.config import ROOT, Model, Recipe, UserError
 
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
@@ -28,9 +28,10 @@ ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
 def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> Any:
-    """The model's tokenizer, with the chat template of that file if there is one.
+    """The model's tokenizer, with the chat template of that file if there is one, and with the recipe's added tokens.
 
-    A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    These are no special tokens: those are taken out of answers, where whoever parses a mark looks for it. A rehearsal
+    of a model that is not on this machine takes the tokenizer of recipes/tiny.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **_where(model), local_files_only=rehearse)
@@ -44,6 +45,9 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> A
         )
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
+        raise UserError(f"model.add_tokens: {known[0]!r} is a token of {model.name} already; take it out")
+    tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
     return tokenizer
 
 
@@ -106,8 +110,11 @@ def unreachable(name: str, error: Exception) -> UserError:
     return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 
-def narrowed(config: Any, tokenizer: Any) -> Any:
-    """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before."""
+def narrowed(config: Any, tokenizer: Any, num_added: int = 0) -> Any:
+    """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before.
+
+    Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
+    """
     heads = 4
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     narrow = {
@@ -117,7 +124,7 @@ def narrowed(config: Any, tokenizer: Any) -> Any:
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": 64 // heads,
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer) - num_added,
         "layer_types": config.layer_types[:2] if getattr(config, "layer_types", None) else None,
         "max_window_layers": 2,
     }
@@ -146,48 +153,33 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def load(
-    source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str, placing: dict[str, Any]
-) -> torch.nn.Module:
+def load(source: str, recipe: Recipe, tokenizer: Any, precision: str, placing: dict[str, Any]) -> torch.nn.Module:
     """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
 
     Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
     of the forward pass, and the adapter itself in fp32.
     """
+    settings, masters = recipe.model, recipe.optim.master_weights
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
-    trains_all = adapter.method == "none"
+    trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model), **placing}
-    if model.quantize:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings), **placing}
+    if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, **_where(model), use_safetensors=True, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(source, **_where(settings), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
+    adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
     if not trains_all:
-        import peft
-
-        # Adapters start from the seed alone, whatever was drawn before.
-        transformers.set_seed(seed)
-        settings = peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            revision=model.revision,
-            r=adapter.r,
-            lora_alpha=adapter.alpha,
-            lora_dropout=adapter.dropout,
-            target_modules=adapter.targets,
-        )
-        try:
-            loaded = peft.get_peft_model(loaded, settings)
-        except ValueError as error:
-            raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
+        loaded = adapters.adapted(loaded, recipe)
         if masters == "bf16":
             for parameter in loaded.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
     loss.install(loaded)
-    if model.gradient_checkpointing:
+    if settings.gradient_checkpointing:
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
@@ -234,7 +226,9 @@ def save(
     shutil.rmtree(aside, ignore_errors=True)
     if is_adapter:
         model.peft_config["default"].base_model_name_or_path = source
-        model.save_pretrained(aside, state_dict=weights)
+        # "auto" would ask the hub for the size of the base's vocabulary.
+        has_rows = any("lora_" not in name for name in weights)
+        model.save_pretrained(aside, state_dict=weights, save_embedding_layers=has_rows)
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
         model.config.use_cache = True
@@ -252,13 +246,17 @@ def stored_dtype(source: str, model: Model) -> torch.dtype:
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
-    """Identifies the frozen weights below an adapter: a folder's by their content, the hub's by their commit."""
+    """Identifies what an adapter is trained upon: a folder's weights by their content, the hub's by their commit, and
+    the adapter that it goes on from."""
     if recipe.adapter.method == "none":
         return None
     files = sorted(Path(source).glob("*.safetensors"))
-    if files:
-        return " ".join(digest_of(file) for file in files)
-    return str(getattr(AutoConfig.from_pretrained(source, **_where(recipe.model)), "_commit_hash", None))
+    found = [digest_of(file) for file in files]
+    if not files:
+        found = [str(getattr(AutoConfig.from_pretrained(source, **_where(recipe.model)), "_commit_hash", None))]
+    if recipe.adapter.path is not None:
+        found.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
+    return " ".join(found)
 
 
 def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -268,9 +266,11 @@ def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any
     base, revision = adapter.get("base_model_name_or_path", str(folder)), adapter.get("revision")
     trust = {"trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     if settings.is_file():
         import peft
 
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
