@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from gearbox import command, watch
 from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
-from gearbox.gear import Gear, check_against, find_gear
+from gearbox.gear import Gear, check_against, check_architecture, find_gear
 from gearbox.redact import redact
 
 
@@ -77,7 +77,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     name = f"{recipe_path.stem}-{gear.name}"
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
         source = weights_of(recipe, tokenizer, run.folder, processes)
-        dtype = model.stored_dtype(source, recipe.model)
+        architecture = model.architecture(source, recipe.model)
+        check_architecture(gear, architecture)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(source, recipe, tokenizer, backend.precision(gear), backend.loading(gear))
         wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
@@ -155,7 +156,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             accelerator, wrapped, only_trainable=recipe.adapter.method != "none",
             beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
         )  # fmt: skip
-        model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
+        model.save(bare, trained, tokenizer, source, model.stored_dtype(architecture), run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:

@@ -322,6 +322,13 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             problems.append(
                 f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
             )
+    if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and micro_rows > 1:
+        problems.append(
+            f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
+            f"{gear.path} cuts each row over ranks; use 1"
+        )
+    if gear.degree("sp") > 1 and recipe.model.attention == "eager":
+        problems.append(f"{recipe_path}: model.attention: {gear.path} needs sdpa or flash_attention_2, found eager")
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:
@@ -335,6 +342,31 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         problems.append(f"{variable}={found} in the environment, but {recipe_path} gives {accumulation}; unset it")
     if problems:
         raise UserError("\n".join(problems))
+
+
+def check_architecture(gear: Gear, config: Any) -> None:
+    """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks."""
+    tp, sp = gear.degree("tp"), gear.degree("sp")
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    named = f"{heads} attention heads" + (f" and {key_heads} key heads" if key_heads != heads else "")
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if tp > 1 and (not plan or any(style.startswith("packed") for style in plan.values())):
+        why = "fuses matrices that would be cut apart" if plan else "has no plan for it in transformers"
+        raise UserError(f"{gear.path}: tensor parallelism: {config.model_type} {why}; use accelerate_configs/fsdp.yaml")
+    if heads % tp or key_heads % tp:
+        fits = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
+        raise _does_not_divide(gear, "tp", named, fits)
+    if heads % sp or (key_heads % sp and sp % key_heads):
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
+        raise _does_not_divide(gear, "sp", named, fits)
+
+
+def _does_not_divide(gear: Gear, name: str, what: str, fits: list[int]) -> UserError:
+    return UserError(
+        f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {what}; "
+        f"{' or '.join(map(str, fits))} would"
+    )
 
 
 def find_gear() -> Gear:

@@ -239,10 +239,17 @@ def save(
     aside.rename(folder)
 
 
-def stored_dtype(source: str, model: Model) -> torch.dtype:
+def architecture(source: str, model: Model) -> Any:
+    """The config of the weights at `source`. Raises UserError where they cannot be had."""
+    try:
+        return AutoConfig.from_pretrained(source, **_where(model))
+    except (OSError, ValueError) as error:
+        raise unreachable(source, error) from None
+
+
+def stored_dtype(config: Any) -> torch.dtype:
     """The dtype in which a checkpoint's weights are kept, and in which the trained ones are saved."""
-    dtype = AutoConfig.from_pretrained(source, **_where(model)).dtype
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
