@@ -14,6 +14,8 @@ SIDEWAYS = {
     ("loss", "data"): "IGNORED: the label that one writes and the other skips",
     ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
     ("model", "loss"): "a model is loaded with its loss installed",
+    ("model", "pipeline"): "a stage is loaded as a model of its own",
+    ("pipeline", "data"): "IGNORED: the label of what fills up a row",
     ("backend", "gear"): "the engine runs what the gear asks for",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
     ("sources", "tasks"): "the built-in data, imported only where it is asked for",

@@ -1,14 +1,14 @@
 """Pipelines: a cut model computes what the whole one does, holds its own part of it, and trains the same weights."""
 
 import copy
-import json
-import os
+from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from gearbox import loss, pipeline
@@ -112,3 +112,122 @@ def test_gradients_are_those_of_the_whole(tmp_path, name, schedule):
         assert 0 < pipe.idle < 1
 
     run(2, work)
+
+
+@pytest.mark.parametrize(("num_stages", "num_replicas", "num_micro"), [(2, 2, 3), (3, 1, 2), (2, 1, 1)])
+def test_other_places_and_few_micro_batches(tmp_path, num_stages, num_replicas, num_micro):
+    """Two pipelines side by side; a stage in the middle; fewer micro batches than stages."""
+    write_model(FAMILIES["llama, tied"], tmp_path)
+    batches = [micro_batches(num_micro, seed) for seed in range(num_replicas)]
+    expected, gradients, _ = whole_gradients(tmp_path, chain(*batches), 0.01)
+    norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+
+    def work(groups):
+        part, replica = pipeline.Part(dist.get_rank(groups[0]), num_stages), dist.get_rank(groups[1])
+        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        for _ in range(2):  # torch keeps the buffers of the first step
+            pipe.zero_grad()
+            assert abs(pipe.step(batches[replica], 0.01) - expected) < 1e-6 * expected
+        assert (pipe.tied is not None) == (part.is_first or part.is_last)
+        for each, parameter in pipe.module.named_parameters():
+            assert torch.allclose(parameter.grad, gradients[each], rtol=1e-4, atol=1e-6), each
+        assert abs(pipe.clip_gradients(0.0) - norm) < 1e-5 * norm
+
+    run(num_stages, work, num_replicas)
+
+
+def test_rows_of_any_width(tmp_path):
+    """Unpacked rows: the widths of micro batches, of pipelines and of steps differ."""
+    write_model(FAMILIES["qwen2"], tmp_path)
+
+    def batches(step, replica):
+        made = micro_batches(3, 10 * step + replica)
+        widths = [8, 24, 16] if step + replica == 1 else [8, 8, 16]
+        kept = zip(widths, made, strict=True)
+        return [{name: micro[name][:, :width] for name in ("input_ids", "labels")} for width, micro in kept]
+
+    expected = [whole_gradients(tmp_path, batches(step, 0) + batches(step, 1), 0.01) for step in range(2)]
+
+    def work(groups):
+        part, replica = pipeline.Part(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
+        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        for step, (total, gradients, _) in enumerate(expected):
+            pipe.zero_grad()
+            assert abs(pipe.step(batches(step, replica), 0.01) - total) < 1e-6 * total
+            for each, parameter in pipe.module.named_parameters():
+                assert torch.allclose(parameter.grad, gradients[each], rtol=1e-4, atol=1e-6), each
+
+    run(2, work, 2)
+
+
+def test_a_loss_that_is_not_finite_is_seen_by_all(tmp_path):
+    write_model(FAMILIES["qwen2"], tmp_path)
+
+    def work(groups):
+        part, replica = pipeline.Part(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
+        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        if part.is_last and replica == 1:
+            pipe.module.model.norm.weight.data.fill_(float("nan"))
+        assert not torch.isfinite(torch.tensor(pipe.step(micro_batches(2), 0.01)))
+
+    run(2, work, 2)
+
+
+def test_a_stage_is_loaded_alone(tmp_path):
+    """Bytes held and the peak while loading, of 4 stages of a model of 145 MiB."""
+    wide = NARROW | {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    write_model(transformers.LlamaConfig(**wide, num_hidden_layers=9), tmp_path)
+    whole = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+
+    def work():
+        load_stage(tmp_path, pipeline.Part(1, 4))  # what the libraries need once
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
+        before = resident("VmRSS")
+        shares = []
+        for index in range(4):
+            model = load_stage(tmp_path, pipeline.Part(index, 4))
+            shares.append(sum(parameter.nbytes for parameter in model.parameters()) / whole)
+            assert resident("VmHWM") - before < 0.5 * whole, "2 stages of 2 or 3 layers of 9: this and the one before"
+        assert abs(sum(shares) - 1) < 1e-6 and max(shares) < 3.1 / 9
+
+    codes, output = fork_ranks(1, {}, work)
+    assert codes == [0], output
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory: VmRSS now, VmHWM at most."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+
+def test_balance():
+    assert pipeline.balance([10] * 4, 2, before=0, after=0) == [0, 2, 4]
+    assert pipeline.balance([10] * 3, 2, before=0, after=0) == [0, 2, 3], "the last stage computes the logits too"
+    assert pipeline.balance([10] * 8, 2, before=40, after=40) == [0, 4, 8]
+    assert pipeline.balance([10] * 8, 2, before=5, after=45) == [0, 6, 8]
+    assert pipeline.balance([1, 1, 1, 50], 2, before=0, after=0) == [0, 3, 4]
+    assert pipeline.balance([10] * 3, 3, before=100, after=0) == [0, 1, 2, 3], "each has a layer"
+    assert pipeline.balance([10] * 80, 8, before=30, after=30)[1] == 8, "two layers less on the first"
+
+
+def test_what_cannot_be_cut_is_refused():
+    whole = transformers.LlamaForCausalLM(FAMILIES["llama, tied"])
+    with pytest.raises(UserError, match="4 stages, but the model has 3 layers; give 3 or fewer"):
+        pipeline.cut(whole, pipeline.Part(0, 4))
+    with pytest.raises(UserError, match=r"family gpt2 .* no pipeline plan.*fsdp\.yaml"):
+        pipeline.prove(transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=97))
+    for config in FAMILIES.values():
+        pipeline.prove(config)
+
+
+def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
+    granite = FAMILIES["granite"]
+    # As if a stage took what was received for an embedding: Granite multiplies it once more.
+    monkeypatch.setattr(pipeline.Received, "forward", lambda self, given: self.hidden if given.dim() == 2 else given)
+    with pytest.raises(UserError, match="family granite cannot be cut into stages: its logits then differ by"):
+        pipeline.prove(granite)
+    monkeypatch.undo()
+    plan = {name: entry for name, entry in granite.base_model_pp_plan.items() if name != "norm"}
+    monkeypatch.setattr(type(granite), "base_model_pp_plan", plan)
+    with pytest.raises(UserError, match=r"model\.norm\.weight lies outside its pipeline plan"):
+        pipeline.prove(granite)

@@ -27,10 +27,10 @@ def install(model: torch.nn.Module) -> None:
     A stage of a pipeline before the last has no head, and returns what it hands on: hidden states [B, T, H].
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-    head = core.get_output_embeddings()
+    head: Any = core.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear | None):
         raise UserError("adapter.targets: an adapter on the output head is not supported; take it out of the list")
-    usual_forward, usual_head = core.forward, getattr(head, "forward", None)
+    usual_forward, usual_head = core.forward, getattr(head, "forward", core.forward)
     scale, cap = _logit_shape(core.config)
     flash = str(core.config._attn_implementation).startswith("flash")
 
@@ -42,7 +42,7 @@ def install(model: torch.nn.Module) -> None:
         if flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
-        if head is None:
+        if head is None or labels is None:
             return decoded.last_hidden_state.view(*shape, -1)
         outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
         return outcome if torch.is_grad_enabled() else tuple(part.view(shape) for part in outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.base import get_keys_to_not_convert
 
-from gearbox import loss
+from gearbox import loss, pipeline
 from gearbox.checkpoint import digest_of
 from gearbox.config import ROOT, Adapter, Model, Recipe, UserError
 
@@ -106,20 +108,20 @@ def unreachable(name: str, error: Exception) -> UserError:
     return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 
-def narrowed(config: Any, tokenizer: Any) -> Any:
-    """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before."""
+def narrowed(config: Any, tokenizer: Any, num_layers: int = 2) -> Any:
+    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before."""
     heads = 4
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     narrow = {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": 64 // heads,
         "vocab_size": len(tokenizer),
-        "layer_types": config.layer_types[:2] if getattr(config, "layer_types", None) else None,
-        "max_window_layers": 2,
+        "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
+        "max_window_layers": num_layers,
     }
     for key, value in narrow.items():
         if getattr(config, key, None) is not None:
@@ -146,8 +148,16 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str, masters: str) -> torch.nn.Module:
-    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16.
+def load(
+    source: str,
+    model: Model,
+    adapter: Adapter,
+    seed: int,
+    precision: str,
+    masters: str,
+    part: pipeline.Part | None = None,
+) -> torch.nn.Module:
+    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `part`: one stage alone.
 
     Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
     of the forward pass, and the adapter itself in fp32.
@@ -158,16 +168,20 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model)}
     if model.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
+    family, whole = AutoModelForCausalLM, None
+    if part is not None:
+        config = AutoConfig.from_pretrained(source, **_where(model))
+        family, whole = pipeline.family(config, part), _without_weights(config)
+        if model.quantize:  # what stays as it is (the head) would be guessed anew for each stage
+            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, **_where(model), use_safetensors=True, **options)
+        loaded = family.from_pretrained(source, **_where(model), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
     if not trains_all:
         import peft
 
-        # Adapters start from the seed alone, whatever was drawn before.
-        transformers.set_seed(seed)
         settings = peft.LoraConfig(
             task_type="CAUSAL_LM",
             revision=model.revision,
@@ -177,9 +191,12 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
             target_modules=adapter.targets,
         )
         try:
+            if whole is not None:  # settles "all-linear" for all stages: one rank saves the settings
+                peft.get_peft_model(whole, settings)
             loaded = peft.get_peft_model(loaded, settings)
         except ValueError as error:
             raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
+        _draw_adapters(loaded, seed)
         if masters == "bf16":
             for parameter in loaded.parameters():
                 if parameter.requires_grad:
@@ -189,6 +206,21 @@ def load(source: str, model: Model, adapter: Adapter, seed: int, precision: str,
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
+
+
+def _without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
+def _draw_adapters(model: Any, seed: int) -> None:
+    """Their first values follow from the seed and the module's name alone, wherever and with whichever others it is."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big"))
+            module.reset_lora_parameters("default", init_lora_weights=True)
 
 
 def _attention(source: str, model: Model) -> str:

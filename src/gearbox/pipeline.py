@@ -370,7 +370,7 @@ class _Stage(torch.nn.Module):
         return torch.empty(*shape, self.width, device=device, dtype=self.compute, requires_grad=torch.is_grad_enabled())
 
     def forward(self, arrived: torch.Tensor | None, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        if not self.part.is_first:
+        if arrived is not None and not self.part.is_first:
             # Goes on in the dtype that the hidden states have on one device: fp32, where the weights have it.
             _receive(self.module, arrived.to(self.dtype))
         with torch.autocast(input_ids.device.type, self.compute, enabled=self.compute == torch.bfloat16):
