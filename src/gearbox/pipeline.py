@@ -233,7 +233,7 @@ class Pipeline(torch.nn.Module):
         self.blocks: list[Block] = []
         """Of the last step, in order."""
         self.seconds = 0.0
-        """From the last step's begin to the end of its last backward pass, here."""
+        """From the last step's begin to the end of its last backward pass, on whichever stage."""
         self._built: tuple[Any, Any] = (None, None)
         self._scale = 1.0
 
@@ -287,11 +287,11 @@ class Pipeline(torch.nn.Module):
         stage, schedule = self._schedule(len(micro_batches), labels)
         stage.begin()
         schedule.step(inputs["input_ids"], target=labels, losses=losses, return_outputs=False, **inputs)
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=labels.device)
+        dist.all_reduce(total, group=self.stages)  # ends when the last stage does
         self.blocks, self.seconds = stage.end()
         self._sum_gradients()
-        total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=labels.device)
-        for group in (self.stages, self.replicas):
-            dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=self.replicas)
         return total.item()
 
     def _schedule(self, num: int, labels: torch.Tensor) -> tuple[_TimedStage, Any]:
