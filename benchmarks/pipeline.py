@@ -17,13 +17,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
-import conftest  # noqa: E402, F401  the environment of the warm ranks
 import psutil  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+
+import conftest  # noqa: E402, F401  the environment of the warm ranks
 from gearbox import loss, pipeline  # noqa: E402
 from ranks import fork_ranks  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 ROWS, ROW_TOKENS = 16, 128
 NUMS = [1, 2, 4, 8, 16]
@@ -61,12 +62,13 @@ def measure(folder: Path) -> None:
 
 
 def table(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
-    """Lines of Markdown: the median over the repetitions of the mean over the stages."""
+    """Lines of Markdown: medians over the repetitions."""
     yield "| micro batches | (p-1)/(m+p-1) | gpipe | 1f1b | seconds of a step, 1f1b |"
     yield "|---|---|---|---|---|"
     for num in NUMS:
-        idle = {name: statistics.median(mean(both, "idle") for both in of(runs, name, num)) for name in pipeline.SCHEDULES}
-        seconds = statistics.median(mean(both, "seconds") for both in of(runs, "1f1b", num))
+        cases = {name: of(runs, name, num) for name in pipeline.SCHEDULES}
+        idle = {name: statistics.median(both[0]["idle"] for both in case) for name, case in cases.items()}
+        seconds = statistics.median(both[0]["seconds"] for both in cases["1f1b"])
         ideal = (STAGES - 1) / (num + STAGES - 1)
         naive = " (naive)" if num == 1 else ""
         yield f"| {num}{naive} | {ideal:.0%} | {idle['gpipe']:.0%} | {idle['1f1b']:.0%} | {seconds:.2f} |"
@@ -75,10 +77,6 @@ def table(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
 def of(runs: list[list[dict[str, Any]]], name: str, num: int) -> list[tuple[dict[str, Any], ...]]:
     """The repetitions of one case, each a tuple by stage."""
     return [both for both in zip(*runs, strict=True) if (both[0]["schedule"], both[0]["num"]) == (name, num)]
-
-
-def mean(stages: tuple[dict[str, Any], ...], key: str) -> float:
-    return statistics.mean(stage[key] for stage in stages)
 
 
 # --------------------------------------------------------------------------- the picture
@@ -93,7 +91,8 @@ def picture(cases: list[tuple[str, tuple[dict[str, Any], ...]]]) -> str:
     per_second = (WIDTH - LEFT - 16) / longest
     height = 44 + len(cases) * (STAGES * LANE + 58)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="13">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
     top = 14
@@ -112,16 +111,19 @@ def picture(cases: list[tuple[str, tuple[dict[str, Any], ...]]]) -> str:
         x = LEFT + 110 * i
         parts.append(f'<rect x="{x}" y="{height - 28}" width="14" height="14" fill="{color}"/>')
         parts.append(f'<text x="{x + 20}" y="{height - 16}" fill="#222">{word}</text>')
-    parts.append(f'<text x="{WIDTH - 16}" y="{height - 16}" text-anchor="end" fill="#222">{longest:.1f} s in all</text>')
+    right = f'x="{WIDTH - 16}" y="{height - 16}" text-anchor="end"'
+    parts.append(f'<text {right} fill="#222">the longer step: {longest:.1f} s</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
 def box(block: list[Any], top: float, per_second: float) -> str:
     kind, number, start, end = block
     x, width = LEFT + start * per_second, max(1.0, (end - start) * per_second)
-    drawn = f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}" fill="{COLORS[kind]}" stroke="white"/>'
-    if width > 18:
-        drawn += f'<text x="{x + width / 2:.1f}" y="{top + LANE / 2 + 2}" text-anchor="middle" fill="white">{number + 1}</text>'
+    place = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}"'
+    drawn = f'<rect {place} fill="{COLORS[kind]}" stroke="white"/>'
+    if width > 10:
+        middle = f'x="{x + width / 2:.1f}" y="{top + LANE / 2 + 2}" text-anchor="middle"'
+        drawn += f'<text {middle} fill="white">{number + 1}</text>'
     return drawn
 
 
@@ -134,12 +136,12 @@ def main() -> None:
     lines = [
         "# How long the stages of a pipeline idle",
         "",
-        f"`python benchmarks/pipeline.py`: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, "
-        f"cut into {STAGES} stages, one a core, on gloo in fp32;",
-        f"a step of {ROWS} rows x {ROW_TOKENS} tokens, cut into so many micro batches. Median of {REPETITIONS} steps of the "
-        "share of a step in which",
-        f"a stage neither ran forward nor backward, mean of both stages. {psutil.cpu_count()} cores ({platform.machine()}), "
-        f"load {psutil.getloadavg()[0]:.0f} at the end: other jobs ran if that is above 2;",
+        f"`python benchmarks/pipeline.py`: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, cut "
+        f"into {STAGES} stages, one a core, on gloo in fp32; a step",
+        f"of {ROWS} rows x {ROW_TOKENS} tokens, cut into so many micro batches. The share of a step in which a stage ran "
+        "neither forward nor",
+        f"backward, mean over the stages, median of {REPETITIONS} steps. {psutil.cpu_count()} cores "
+        f"({platform.machine()}), load {psutil.getloadavg()[0]:.0f} at the end (above {STAGES}: other jobs ran);",
         f"torch {torch.__version__}.",
         "",
         *table(runs),
@@ -148,8 +150,8 @@ def main() -> None:
     (ROOT / "benchmarks" / "pipeline.md").write_text("\n".join(lines))
     cases = []
     for title, schedule, num in (("naive: one micro batch", "gpipe", 1), ("1f1b: 8 micro batches", "1f1b", 8)):
-        fastest = min(of(runs, schedule, num), key=lambda both: mean(both, "seconds"))  # the least disturbed
-        cases.append((f"{title}, {mean(fastest, 'idle'):.0%} idle", fastest))
+        fastest = min(of(runs, schedule, num), key=lambda both: both[0]["seconds"])  # the least disturbed
+        cases.append((f"{title}, {fastest[0]['idle']:.0%} idle", fastest))
     (ROOT / "docs" / "pipeline.svg").write_text(picture(cases))
     print("\n".join(lines))
 

@@ -31,7 +31,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     if recipe.run.rehearse:
         recipe = rehearsed(recipe)
 
-    rounds, micro_rows = accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
+    rounds, micro_rows = accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
@@ -44,11 +44,13 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         metrics,
         model,
         optim,
+        pipeline,
         preview,
         report,
         runs,
         saving,
         tensors,
+        verification,
     )
 
     optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
@@ -73,23 +75,27 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     name = f"{recipe_path.stem}-{gear.name}"
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
-        source = weights_of(recipe, tokenizer, run.folder, processes)
+        num_stages = gear.degree("pp")
+        if num_stages > 1:
+            config = model.load_config(recipe.model, recipe.run.rehearse)
+            pipeline.prove(model.narrowed(config, tokenizer, num_layers=3))
+        source = weights_of(recipe, tokenizer, run.folder, processes, max(2, num_stages))
         dtype = model.stored_dtype(source, recipe.model)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe.model, recipe.adapter, recipe.train.seed,
-            backend.precision(gear), recipe.optim.master_weights,
+            backend.precision(gear), recipe.optim.master_weights, backend.loading(gear), backend.part(gear),
         )  # fmt: skip
-        wrapped, optimizer = backend.prepare(accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
-        bare = accelerator.unwrap_model(wrapped)
+        wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
+        bare = backend.bare(accelerator, wrapped)
         if run.checkpoint is not None:
-            run.restore(bare, wrapped, optimizer)
-        facts = backend.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
+            run.restore(bare, wrapped, optimizer, backend.gather)
+        facts = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
         loss.check(
             wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
         )
         if prepared.training.packing:
-            seen = neighbours_seen(accelerator, wrapped, prepared.training, micro_rows, len(tokenizer))
+            seen = neighbours_seen(gear, accelerator, wrapped, prepared.training, micro_rows, len(tokenizer))
             isolated = seen <= (1e-4 if facts["precision"] == "fp32" else 3e-2)
             facts["packed documents"] = f"a neighbour changes a token's loss by {seen:.2g}"
             if not isolated:
@@ -105,7 +111,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             raise UserError(
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
             )
-        size = tensors.state_bytes(bare, optimizer)
+        size = tensors.state_bytes(bare, optimizer, backend.gather)
         facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, recipe, facts, num_steps, micro_rows, run.folder)
@@ -124,7 +130,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         def describe() -> dict[str, Any]:
             """What a manifest holds beside the progress and the files."""
             return {
-                "parameters": tensors.shapes(bare), "scalars": tensors.scalars(bare, optimizer),
+                "parameters": tensors.shapes(bare, backend.gather),
+                "scalars": tensors.scalars(bare, optimizer, backend.gather),
                 "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": runs.versions(),
                 "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
             }  # fmt: skip
@@ -135,12 +142,12 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             checkpoints = saving.Saver(
                 run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
                 saved_step=run.saved_step, beat=watching.beat, agree=backend.agree, gather=backend.gather,
-                pieces=lambda: tensors.held(bare, optimizer, processes.process_index, processes.num_processes),
+                pieces=lambda: tensors.held(bare, optimizer, processes.process_index, backend.gather),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, processes.is_main_process, **said),
             )  # fmt: skip
             watching.guard(backend.ranks_of_this_machine())
             stopped = fit(
-                recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, log, checkpoints,
+                gear, recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, log, checkpoints,
                 watching,
             )  # fmt: skip
             if stopped:
@@ -150,7 +157,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             backend.limit_waiting(backend.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
-        trained = tensors.whole_parameters(accelerator, wrapped, only_trainable=recipe.adapter.method != "none")
+        only_trainable = recipe.adapter.method != "none"
+        trained = tensors.whole_parameters(accelerator, bare, only_trainable, backend.gather)
         model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
@@ -168,6 +176,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
 
 def fit(
+    gear: Gear,
     recipe: Recipe,
     accelerator: Any,
     model: Any,
@@ -188,7 +197,7 @@ def fit(
 
     rows, progress = prepared.training, run.progress
     order = data.order(recipe, rows)
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    rank = accelerator.process_index
     first_step = progress.step
 
     def goes_on() -> bool:
@@ -199,7 +208,10 @@ def fit(
         is_last = progress.step == num_steps
         due = is_last or (progress.step % recipe.eval.every == 0 if recipe.eval.every else progress.step == 0)
         if due and progress.evaluated < progress.step and len(prepared.held_out):
-            result = evaluation.evaluate(accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows, goes_on)
+            place = gear.evaluation_place(rank)
+            result = evaluation.evaluate(
+                accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows, place, goes_on
+            )
             if result is not None:
                 progress.evaluated, progress.eval_loss = progress.step, result.loss
                 log.evaluation(result)
@@ -209,12 +221,13 @@ def fit(
             return stop and (not is_last or checkpoints.saved_step == progress.step)
 
         watching.beat(f"step {progress.step + 1}, rows")
-        batch = data.make_step(rows, order.step(progress.step), rank, num_ranks, micro_rows)
-        backend.draw_from(recipe.train.seed, progress.step, rank)
+        part = gear.data_rank(rank)
+        batch = data.make_step(rows, order.step(progress.step), part, gear.data_parallel, micro_rows)
+        backend.draw_from(recipe.train.seed, progress.step, rank // gear.degree("tp"))
         rate = optim.learning_rate(progress.step, num_steps, recipe.optim, recipe.schedule)
         backend.set_learning_rate(optimizer, rate)
         loss, grad_norm = train_step(
-            accelerator, model, optimizer, batch, recipe.optim.max_grad_norm,
+            gear, accelerator, model, optimizer, batch, recipe.optim.max_grad_norm,
             lambda part: watching.beat(f"step {progress.step + 1}, {part}"),
         )  # fmt: skip
         skipped = not math.isfinite(grad_norm)
@@ -223,7 +236,13 @@ def fit(
             num_tokens=batch.num_tokens, num_targets=batch.num_targets, loss=loss, skipped=skipped,
         )  # fmt: skip
         log.step(
-            loss=loss, grad_norm=grad_norm, lr=rate, num_tokens=batch.num_tokens, is_spike=is_spike, skipped=skipped
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=rate,
+            num_tokens=batch.num_tokens,
+            is_spike=is_spike,
+            skipped=skipped,
+            **({"idle": model.idle} if gear.degree("pp") > 1 else {}),
         )
         if progress.num_skipped_in_a_row >= recipe.run.max_bad_steps:
             raise UserError(
@@ -240,6 +259,7 @@ def fit(
 
 
 def train_step(
+    gear: Gear,
     accelerator: Any,
     model: Any,
     optimizer: Any,
@@ -249,32 +269,57 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step over this rank's micro batches; returns the loss and gradient norm of the whole step.
 
-    The loss is the sum over the target tokens of all ranks, divided by their count. Engines average over ranks and
-    divide by the micro batches, so both are multiplied back. Where loss or gradient are not finite on one rank, the
-    norm is finite on none, and no rank takes the step.
+    The loss is the sum over the target tokens of all ranks, divided by their count. Engines average over the ranks that
+    have tokens of their own and divide by the micro batches, so both are multiplied back. Where loss or gradient are
+    not finite on one rank, the norm is finite on none, and no rank takes the step.
     """
     from gearbox import backend
 
-    averaged_over = accelerator.num_processes * len(batch.micro_batches)
+    if gear.degree("pp") > 1:
+        return pipelined_step(gear, accelerator, model, optimizer, batch, max_grad_norm, beat)
+    averaged_over = gear.averaged_over * len(batch.micro_batches)
     total = 0.0
     grad_norm = 0.0
     for number, micro in enumerate(batch.micro_batches, start=1):
         beat(f"micro batch {number}")
         inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
-        with accelerator.accumulate(model):
+        with accelerator.accumulate(model), backend.own_tokens(gear, accelerator, inputs) as inputs:
             share = model(**inputs) / max(1, batch.num_targets)
             total += share.detach()
             if accelerator.sync_gradients:
-                total = accelerator.reduce(total, "sum")
+                total = accelerator.reduce(total, "sum") / gear.degree("tp")  # whose ranks all have the same
                 share = share * (1 + 0 * total)  # 1, or NaN if any rank's loss is not finite
             accelerator.backward(share * averaged_over)
             if accelerator.sync_gradients:
                 beat("gradient norm")
-                grad_norm = backend.clip_gradients(accelerator, model, max_grad_norm)
+                grad_norm = backend.clip_gradients(gear, accelerator, model, max_grad_norm)
             if math.isfinite(grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
     return float(total), grad_norm
+
+
+def pipelined_step(
+    gear: Gear,
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    max_grad_norm: float,
+    beat: Callable[[str], None],
+) -> tuple[float, float]:
+    """The same where the micro batches flow through a pipeline, which takes all of a step at once."""
+    from gearbox import backend
+
+    beat("pipeline")
+    micro_batches = [{name: t.to(accelerator.device) for name, t in micro.items()} for micro in batch.micro_batches]
+    loss = model.step(micro_batches, 1 / max(1, batch.num_targets))
+    beat("gradient norm")
+    grad_norm = backend.clip_gradients(gear, accelerator, model, max_grad_norm) if math.isfinite(loss) else math.nan
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm
 
 
 def tell_of_save(run: Any, log: Any, is_main: bool, **said: Any) -> None:
@@ -294,13 +339,14 @@ def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
     return command.exit_code("saved")
 
 
-def neighbours_seen(accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
+def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
     """How far packed documents see each other in a batch of the shape that is trained: 0, if all is well."""
-    from gearbox import data, loss
+    from gearbox import backend, data, loss
 
     batch = rows.batch(data.fullest_rows(rows, micro_rows))
     batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-    return accelerator.gather(loss.leak(model, batch, num_tokens)[None]).max().item()
+    seen = loss.leak(model, batch, num_tokens, lambda inputs: backend.own_tokens(gear, accelerator, inputs))
+    return accelerator.gather(seen[None]).max().item()
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
@@ -314,8 +360,11 @@ def rehearsed(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> str:
-    """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder."""
+def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num_layers: int) -> str:
+    """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder.
+
+    A rehearsal's have num_layers.
+    """
     from gearbox import model
 
     if recipe.model.init == "pretrained":
@@ -325,7 +374,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer)
+                config = model.narrowed(config, tokenizer, num_layers)
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 
@@ -351,7 +400,7 @@ def print_plan(
         f"{recipe.schedule.name} over {num_steps:,} steps",
     }
     if recipe.run.rehearse:
-        shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
+        shown["rehearsal"] = "a few narrow layers of the architecture, random weights, no network"
     shown |= facts | {"run": str(folder)}
     for name, text in shown.items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")

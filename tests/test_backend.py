@@ -1,10 +1,10 @@
-"""What was asked is what runs: each check of backend.verify is seen to pass, and to refuse when its fact is broken."""
+"""What was asked is what runs: each check of verification.verify passes, and refuses when its fact is broken."""
 
 import pytest
 import torch
 import transformers
 
-from gearbox import backend
+from gearbox import backend, verification
 from gearbox.config import ROOT, UserError
 from gearbox.gear import Gear, load_gear
 
@@ -136,14 +136,14 @@ def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_
 
 @pytest.mark.parametrize("gear", ["zero1", "zero2"])
 def test_an_optimizer_that_is_not_cut_is_refused(train, monkeypatch, gear):
-    usual = backend.verify
+    usual = verification.verify
 
     def with_a_whole_optimizer(accelerator, model, optimizer, *rest):
         for group in optimizer.param_groups:
             group["params"] = [p for p in model.parameters() if p.requires_grad]
         return usual(accelerator, model, optimizer, *rest)
 
-    monkeypatch.setattr(backend, "verify", with_a_whole_optimizer)
+    monkeypatch.setattr(verification, "verify", with_a_whole_optimizer)
     refused(train(gear, ranks=2), "sharding: the optimizer of a rank holds")
 
 
@@ -153,7 +153,7 @@ def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
 
     usual = script.train_step
 
-    def looking(accelerator, model, *rest):
+    def looking(gear, accelerator, model, *rest):
         whole = []
         backward = accelerator.backward
 
@@ -166,7 +166,7 @@ def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
             assert parameters
 
         monkeypatch.setattr(accelerator, "backward", then_look)
-        outcome = usual(accelerator, model, *rest)
+        outcome = usual(gear, accelerator, model, *rest)
         monkeypatch.setattr(accelerator, "backward", backward)
         assert whole == [0, 0, 0], whole
         return outcome

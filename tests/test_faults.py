@@ -43,11 +43,11 @@ def at_step(step: int, act, rank: int | None = None):
     """train_step with an act before a step, by its number."""
     usual, counted = script.train_step, [0]
 
-    def train_step(accelerator, model, optimizer, batch, *rest):
+    def train_step(gear, accelerator, model, optimizer, batch, *rest):
         counted[0] += 1
         if counted[0] == step and rank in (None, accelerator.process_index):
             act(batch)
-        return usual(accelerator, model, optimizer, batch, *rest)
+        return usual(gear, accelerator, model, optimizer, batch, *rest)
 
     return train_step
 
@@ -268,7 +268,7 @@ def spoiled(row: int, monkeypatch, rank: int = 1, forever: bool = False):
     """The loss of a rank is NaN in one step, or in each."""
     usual, counted = script.train_step, [0]
 
-    def train_step(accelerator, model, optimizer, batch, *rest):
+    def train_step(gear, accelerator, model, optimizer, batch, *rest):
         counted[0] += 1
         if (counted[0] == row or forever) and accelerator.process_index == rank:
             forward = model.forward
@@ -278,10 +278,10 @@ def spoiled(row: int, monkeypatch, rank: int = 1, forever: bool = False):
 
             model.forward = nan
             try:
-                return usual(accelerator, model, optimizer, batch, *rest)
+                return usual(gear, accelerator, model, optimizer, batch, *rest)
             finally:
                 model.forward = forward
-        return usual(accelerator, model, optimizer, batch, *rest)
+        return usual(gear, accelerator, model, optimizer, batch, *rest)
 
     monkeypatch.setattr(script, "train_step", train_step)
 
@@ -304,7 +304,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(train, monkeypa
 
     def left_out(accelerator, model, optimizer, batch, *rest):
         counted[0] += 1
-        return (1.0, 1.0) if counted[0] == 3 else usual(accelerator, model, optimizer, batch, *rest)
+        return (1.0, 1.0) if counted[0] == 3 else usual(gear, accelerator, model, optimizer, batch, *rest)
 
     monkeypatch.setattr(script, "train_step", left_out)
     without = train(gear, *STEPS, "train.steps=5", "run.name=without", ranks=ranks)

@@ -42,7 +42,9 @@ def test_known_keys_are_those_that_accelerate_reads():
     assert set(gears.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
     assert set(gears.FSDP_KEYS) <= parsed & used
     assert set(gears.DEEPSPEED_KEYS) <= parsed & used
-    assert set(gears.PARALLELISM_KEYS) == {name for name in parsed if name.startswith("parallelism_config_")}
+    ours = {"parallelism_config_pp_size", "parallelism_config_pp_schedule"}  # accelerate has no pipeline for training
+    assert set(gears.PARALLELISM_KEYS) - ours <= parsed
+    assert ours & parsed == set()
 
 
 def test_known_json_keys_are_those_that_deepspeed_reads():
@@ -53,8 +55,19 @@ def test_known_json_keys_are_those_that_deepspeed_reads():
     assert [key for key in gears.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
 
 
-def test_six_gears_are_shipped():
-    assert [path.stem for path in SHIPPED] == ["ddp", "fsdp", "single", "zero1", "zero2", "zero3"]
+# Engine, stage, data-parallel parts and ranks that share the weights.
+GEARS = {
+    "single": ("single", 0, 1, 1), "ddp": ("ddp", 0, 4, 4), "fsdp": ("fsdp", 0, 2, 2),
+    "fsdp_offload": ("fsdp", 0, 2, 2), "hsdp": ("fsdp", 0, 4, 2), "fsdp_tp": ("fsdp", 0, 2, 2),
+    "ring": ("fsdp", 0, 1, 2), "tp": ("tp", 0, 1, 1), "pp": ("pp", 0, 1, 1),
+    "zero1": ("zero", 1, 2, 2), "zero2": ("zero", 2, 2, 2), "zero3": ("zero", 3, 2, 2),
+    "zero3_offload": ("zero", 3, 2, 2), "zero3_nvme": ("zero", 3, 2, 2),
+    "ulysses": ("zero", 3, 1, 2),
+}  # fmt: skip
+
+
+def test_each_gear_is_known_here():
+    assert {path.stem for path in SHIPPED} == {*GEARS}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -62,10 +75,23 @@ def test_a_shipped_gear_loads_and_says_what_it_is(path):
     gear = load_gear(path)
     assert path.read_text().startswith("# ")
     assert gear.precision == "bf16"
-    assert gear.engine == path.stem.rstrip("123")
-    assert gear.zero_stage == int(path.stem[4:] if gear.engine == "zero" else 0)
+    assert (gear.engine, gear.zero_stage, gear.data_parallel, gear.shard) == GEARS[path.stem]
     its_json = [ROOT / "ds_configs" / f"{path.stem}.json"] if gear.engine == "zero" else []
     assert [found.resolve() for found in [gear.zero_path] if found] == its_json
+
+
+def test_a_gear_on_more_ranks():
+    """The total alone is given at the launch; what a file leaves open follows."""
+    hsdp = load_gear(ROOT / "accelerate_configs/hsdp.yaml", {"num_processes": "8"})
+    assert (hsdp.data_parallel, hsdp.shard) == (8, 4)
+    both = load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", {"num_processes": "8"})
+    assert [both.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [both.evaluation_place(rank) for rank in (0, 1, 7)] == [(0, 4), (0, 4), (3, 4)]
+    flags = {"num_processes": "8", "parallelism_config_tp_size": "4"}
+    assert load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", flags).data_parallel == 2
+    sequences = load_gear(ROOT / "accelerate_configs/ulysses.yaml", {"num_processes": "4"})
+    assert [sequences.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert (sequences.shard, sequences.averaged_over, sequences.evaluation_place(3)) == (4, 4, (3, 4))
 
 
 def test_every_shipped_json_belongs_to_a_gear():
@@ -84,6 +110,17 @@ FSDP = {"fsdp_version": 2}
         ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}}, "fsdp_config.fsdp_sharding_strategy: there is"),
         ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "no such key; did you mean 'zero3_init_"),
         ("fsdp", {"parallelism_config": {"parallelism_config_tp_sizes": 2}}, "did you mean 'parallelism_config_tp"),
+        ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be a whole number from 1"),
+        ("tp", {"num_processes": 3}, "num_processes: 3 ranks cannot be cut into tp 2; 2 or 4 can"),
+        ("tp", {"num_processes": 4}, "num_processes: 4 ranks are more than tp 2; with FSDP (fsdp_tp) they can be"),
+        ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks cannot be cut into dp_replicate 2; 4 or 6 can"),
+        ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) are 2, not 4"),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU cannot do this; "),
+        ("zero3", {"parallelism_config": {"parallelism_config_cp_size": 2}}, "distributed_type must be FSDP"),
+        ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
+         "parallelism_config: pp and tp cannot be joined; tp can with FSDP's shards"),
+        ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}}, "pp_schedule: '2f2b' is none of"),
+        ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is trained and tested with stage 3 and"),
         ("single", {"fsdp_config": [1]}, "must be a mapping, found [1]"),
         ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: must be 2; version 1"),
         ("fsdp", {"fsdp_config": {}}, "fsdp_config.fsdp_version: must be 2"),

@@ -15,8 +15,11 @@ SIDEWAYS = {
     ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
     ("model", "loss"): "a model is loaded with its loss installed",
     ("model", "pipeline"): "a stage is loaded as a model of its own",
+    ("backend", "pipeline"): "the engine of its gear",
+    ("verification", "pipeline"): "and what is held against it",
     ("pipeline", "data"): "IGNORED: the label of what fills up a row",
     ("backend", "gear"): "the engine runs what the gear asks for",
+    ("backend", "data"): "IGNORED: what fills a row up has no targets",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
     ("sources", "tasks"): "the built-in data, imported only where it is asked for",
     ("supervision", "forms"): "a chat is what the one makes of a record and the other of a chat",
@@ -24,7 +27,10 @@ SIDEWAYS = {
     ("corpus", "forms"): "and understood",
     ("corpus", "supervision"): "and tokenized, here in one pass",
     ("model", "checkpoint"): "frozen weights are known by their digest, as shards are",
-    ("backend", "tensors"): "what each rank holds is held against what was asked",
+    ("backend", "tensors"): "an optimizer's parameters go by the names of the model's",
+    ("verification", "backend"): "which precision a rehearsal has",
+    ("verification", "gear"): "what was asked",
+    ("verification", "tensors"): "is held against what each rank holds",
     ("tensors", "checkpoint"): "what one hands over and the other writes: a piece",
     ("runs", "checkpoint"): "a run goes on from one",
     ("runs", "tensors"): "and puts it into the model",
@@ -102,9 +108,11 @@ def test_config_and_gear_are_there_without_torch():
     assert ended.stdout == "set()\n"
 
 
-def test_engines_are_named_in_gear_backend_and_tensors_alone():
+def test_engines_are_named_in_four_parts_alone():
     found = {(part, name) for part, tree in PARTS.items() for name in identifiers(tree) & ENGINES}
-    assert {pair for pair in found if pair[0] not in ("gear", "backend", "tensors")} == set(ENGINES_ELSEWHERE)
+    assert {pair for pair in found if pair[0] not in ("gear", "backend", "tensors", "verification")} == set(
+        ENGINES_ELSEWHERE
+    )
     assert ("backend", "deepspeed") in found and ("tensors", "DTensor") in found
     assert {name for name in imported(PARTS["evaluation"]) if "accelerate" in name} == {"accelerate.utils.broadcast"}
 

@@ -223,7 +223,9 @@ def test_what_cannot_be_cut_is_refused():
 def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
     granite = FAMILIES["granite"]
     # As if a stage took what was received for an embedding: Granite multiplies it once more.
-    monkeypatch.setattr(pipeline.Received, "forward", lambda self, given, **_: self.hidden if given.dim() == 2 else given)
+    monkeypatch.setattr(
+        pipeline.Received, "forward", lambda self, given, **_: self.hidden if given.dim() == 2 else given
+    )
     with pytest.raises(UserError, match="family granite cannot be cut into stages: its logits then differ by"):
         pipeline.prove(granite)
     monkeypatch.undo()

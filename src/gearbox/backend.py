@@ -1,7 +1,8 @@
-"""The engine: the only module (with `gear`, its file) that may name one.
+"""The engine. With `gear` (its file), `tensors` and `verification`, no other module may name one.
 
-Starts the process group and Accelerate as the gear asks, wraps model and optimizer, and proves that what was asked for
-is what runs. On a machine without a GPU the same engine runs on gloo in fp32, with as many ranks: a rehearsal.
+Starts the process group and Accelerate as the gear asks, and wraps model and optimizer; `verification` proves that
+what was asked for is what runs. On a machine without a GPU the same engine runs on gloo in fp32, with as many ranks: a
+rehearsal.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_se
 from torch.distributed.tensor import DTensor
 
 from gearbox.config import Recipe, UserError
+from gearbox.data import IGNORED
 from gearbox.gear import Gear
-from gearbox.tensors import WHOLE, bare_optimizer, bytes_held
+from gearbox.pipeline import Part, Pipeline
+from gearbox.tensors import WHOLE, bare_optimizer
 
 LOADING_TIMEOUT = timedelta(hours=2)  # of a collective until the first step is done; then backend.limit_waiting
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -53,6 +57,8 @@ def num_idle_gpus() -> int:
 def quiet_libraries() -> None:
     """Silence what the libraries say on every rank and at every step, and nobody can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # accelerate's, of HSDP's mesh
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # a slow way, once, to save
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
@@ -67,6 +73,11 @@ def check_ranks(gear: Gear) -> None:
     if ranks != gear.num_processes:
         raise UserError(
             f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}"
+        )
+    if gear.degree("cp") > 1 and is_rehearsal():
+        raise UserError(
+            f"{gear.path}: ring attention runs on GPUs only, torch has none for the CPU; rehearse a sequence over "
+            "several ranks with accelerate_configs/ulysses.yaml"
         )
     if gear.engine == "single" and ranks > 1:
         raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
@@ -180,7 +191,9 @@ def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Acc
     if gear.engine == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
 
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=_fsdp_policy(gear))
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            mixed_precision_policy=_fsdp_policy(gear), cpu_offload=_fsdp_offload(gear)
+        )
         # The policy alone decides: with mixed_precision accelerate would upcast bf16 masters and add autocast on top.
         options["mixed_precision"] = "no"
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -191,6 +204,8 @@ def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Acc
         # zero.Init cannot partition 4-bit weights while they load; the engine partitions them afterwards.
         init = gear.zero_stage == 3 and recipe.model.quantize is None
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=init)
+    options["parallelism_config"] = _degrees(gear)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # what the launcher read of it knows half of them
     if gear.engine == "ddp":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -206,12 +221,88 @@ def _fsdp_policy(gear: Gear) -> Any:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-def prepare(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def _fsdp_offload(gear: Gear) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    # Pinning memory fails without a GPU.
+    return CPUOffloadPolicy(pin_memory=not is_rehearsal()) if gear.offload else OffloadPolicy()
+
+
+def _degrees(gear: Gear) -> Any:
+    """The degrees that accelerate has to know. Those left out of the file follow from the number of ranks."""
+    from accelerate import ParallelismConfig
+
+    if all(gear.degree(name) == 1 for name in ("dp_replicate", "sp", "cp")) and (
+        gear.degree("tp") == 1 or gear.engine != "fsdp"
+    ):
+        return None
+    return ParallelismConfig(
+        dp_replicate_size=gear.degree("dp_replicate"),
+        dp_shard_size=gear.data_parallel // gear.degree("dp_replicate"),
+        **{f"{name}_size": gear.degree(name) for name in ("tp", "cp", "sp")},
+    )
+
+
+def loading(gear: Gear) -> dict[str, Any]:
+    """What `from_pretrained` must be told: under tensor parallelism each rank reads only its part of each matrix."""
+    if gear.degree("tp") == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    class TensorParallel(DistributedConfig):
+        """transformers lays out the mesh of all ranks, and cuts over tp alone: FSDP comes after adapters, here."""
+
+        dp_size = 1
+
+    tp = gear.degree("tp")
+    return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}
+
+
+def prepare(
+    gear: Gear, accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
     """Model and optimizer as the engine runs them."""
-    model, optimizer = accelerator.prepare(model, optimizer)
+    if gear.degree("sp") > 1:
+        _isolate_documents(model)
+        accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
+    if gear.engine == "pp":
+        return _pipeline(gear, accelerator, model), accelerator.prepare(optimizer)
+    if gear.engine == "tp":
+        # As DDP's, without its wrapper: the ranks have one model together.
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = accelerator.prepare(optimizer)
+    elif gear.degree("tp") > 1:
+        # accelerate 1.15's prepare() would first import a name that transformers 5.23 no longer has.
+        model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if gear.degree("tp") > 1:
+        model.config.distributed_config = None  # else transformers' save_pretrained waits for all ranks
+        _one_mesh_a_group(bare_optimizer(optimizer))
     if type(bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(bare_optimizer(optimizer))
     return model, optimizer
+
+
+def part(gear: Gear) -> Part | None:
+    """Which stage of a pipeline this rank has, None without one."""
+    count = gear.degree("pp")
+    return Part(PartialState().process_index // gear.data_parallel, count) if count > 1 else None
+
+
+def _pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module) -> Pipeline:
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
+    )
+    compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
+    # As DDP's, without its wrapper: on its device, and in autocast.
+    placed = accelerator.prepare_model(model, evaluation_mode=True)
+    return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
+
+
+def bare(accelerator: Accelerator, model: Any) -> Any:
+    """The model as it was before `prepare`."""
+    return model.module if isinstance(model, Pipeline) else accelerator.unwrap_model(model)
 
 
 def settle(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -224,6 +315,74 @@ def settle(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor])
         inputs = {name: tensor.to(accelerator.device) for name, tensor in batch.items() if name != "document_ids"}
         model(**inputs).backward()
         model.zero_grad()
+
+
+def _one_mesh_a_group(optimizer: torch.optim.Optimizer) -> None:
+    """Part the optimizer's groups by the mesh of their tensors, which one multi-tensor operation cannot mix."""
+    groups = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Any, list[Any]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [group | {"params": parameters} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = groups
+
+
+def _isolate_documents(model: Any) -> None:
+    """Let sdpa build the mask of packed documents from their positions, if it is given none.
+
+    Ulysses hands the attention whole sequences with their positions, and drops the mask, which was made for a part.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if model.config._attn_implementation != "sdpa":
+        return
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def isolated(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *rest: Any, **options: Any) -> Any:
+        positions = options.get("position_ids")
+        if attention_mask is None and positions is not None and (positions[:, 1:] == 0).any():
+            document = (positions == 0).cumsum(1)  # [B, T]
+            same = document[:, None, :, None] == document[:, None, None, :]
+            attention_mask = same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+        return usual(module, query, key, value, attention_mask, *rest, **options)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = isolated
+
+
+@contextmanager
+def own_tokens(
+    gear: Gear, accelerator: Accelerator, inputs: dict[str, torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Of a micro batch ([B, T] each) the tokens that this rank computes, where ranks share a sequence.
+
+    Rows are filled up with tokens without targets to a length that can be cut.
+    """
+    num_parts, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
+    num_cuts = num_parts * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_parts
+    if num_cuts > 1:
+        inputs = _filled_up(inputs, num_cuts)
+    if gear.degree("cp") > 1:
+        buffers = list(inputs.values())
+        with accelerator.maybe_context_parallel(
+            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+        ):
+            yield inputs
+    else:
+        yield {name: tensor.chunk(num_parts, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
+
+
+def _filled_up(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """Rows of a multiple of that length, with positions: what is added is a document of its own without targets."""
+    width = inputs["labels"].shape[1]
+    more = -width % multiple
+    positions = torch.arange(width, device=inputs["labels"].device).expand_as(inputs["labels"])
+    inputs = {"position_ids": positions, **inputs}
+    ends = {"position_ids": torch.arange(more, device=positions.device), "labels": torch.tensor(IGNORED)}
+    return {
+        name: torch.cat([tensor, ends.get(name, torch.tensor(0)).to(tensor).expand(len(tensor), more)], 1)
+        for name, tensor in inputs.items()
+    }
 
 
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -255,107 +414,42 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(accelerator: Accelerator, model: Any, max_norm: float) -> float:
+def clip_gradients(gear: Gear, accelerator: Accelerator, model: Any, max_norm: float) -> float:
     """Clip the gradient of the whole step and return its norm before; not finite where the step must be skipped.
 
     ZeRO has clipped already, and taken its step: none, if the norm was not finite.
     """
     if getattr(getattr(model, "optimizer", None), "overflow", False):
         return math.nan
+    if gear.engine == "pp":
+        return model.clip_gradients(max_norm or math.inf)
+    if gear.degree("tp") > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norm = _norm_of_parts(gradients)
+        if max_norm and norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(max_norm / norm)
+        return norm
     return float(accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+
+
+def _norm_of_parts(gradients: list[torch.Tensor]) -> float:
+    """The norm of gradients of which some are cut over one mesh, some over another and some not at all."""
+    sums: dict[tuple[Any, ...], torch.Tensor] = {}  # of squares, by the groups of ranks over which they must be added
+    for gradient in gradients:
+        local = gradient
+        groups: tuple[Any, ...] = ()
+        if isinstance(gradient, DTensor):
+            local, mesh = gradient.to_local(), gradient.device_mesh
+            cut = [i for i, placement in enumerate(gradient.placements) if getattr(placement, "dim", None) is not None]
+            groups = tuple(mesh.get_group(i) for i in cut)
+        sums[groups] = sums.get(groups, 0) + local.float().square().sum()
+    for groups, squares in sums.items():
+        for group in groups:
+            torch.distributed.all_reduce(squares, group=group)
+    return float(sum(sums.values())) ** 0.5
 
 
 def draw_from(*numbers: int) -> None:
     """Let random numbers follow from these alone: with (seed, step, rank) a resumed run draws what it would have."""
     set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-def verify(
-    accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int
-) -> dict[str, str]:
-    """Hold what runs against what was asked. Returns the facts for the log; raises UserError at any difference."""
-    engine = _engine_running(model)
-    if engine != _engine_asked(gear):  # the other facts are read off the engine
-        raise _not_what_was_asked(gear, [f"engine: asked for {_engine_asked(gear)}, running {engine}"])
-    facts: dict[str, tuple[Any, Any]] = {
-        "ranks": (gear.num_processes, accelerator.num_processes),
-        "engine": (engine, engine),
-        "precision": (precision(gear), _precision_running(accelerator, model, gear)),
-        "accumulation": (accumulation, accelerator.gradient_accumulation_steps),
-    }
-    if gear.engine == "zero":
-        facts["clip"] = (float(recipe.optim.max_grad_norm), float(model.gradient_clipping()))
-        facts["accumulation"] = (accumulation, model.gradient_accumulation_steps())
-        if precision(gear) == "bf16":
-            facts["gradients in"] = (torch.float32, model.communication_data_type)
-            facts["gradients kept in"] = (torch.float32, model.get_data_types()[1])
-    elif gear.engine == "fsdp":
-        facts["gradients in"] = (torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)
-    if recipe.optim.master_weights == "fp32":
-        facts["masters in"] = ({torch.float32}, _master_dtypes(model, gear, optimizer))
-    wrong = [f"{name}: asked for {asked}, running {found}" for name, (asked, found) in facts.items() if asked != found]
-    held, whole = bytes_held(model.parameters())
-    trained, _ = bytes_held(p for p in model.parameters() if p.requires_grad)
-    if gear.engine == "fsdp" or gear.zero_stage == 3:
-        share, ideal = held / whole, 1 / gear.num_processes
-        # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
-        if share > ideal * 1.1 + 0.02:
-            wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
-    if gear.zero_stage in (1, 2):
-        # The partitions that the optimizer updates, padded to whole buffers.
-        kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if kept > trainable / gear.num_processes * 1.1 + 1000:
-            wrong.append(f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights")
-    if wrong:
-        raise _not_what_was_asked(gear, wrong)
-    shown = {name: _name(found) for name, (_, found) in facts.items()}
-    parameters = f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
-    return shown | {"parameters on this rank": parameters}
-
-
-def _not_what_was_asked(gear: Gear, wrong: list[str]) -> UserError:
-    return UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
-
-
-def _name(value: Any) -> str:
-    names = sorted(str(v).removeprefix("torch.") for v in (value if isinstance(value, set) else {value}))
-    return ", ".join({"no": "fp32", "float32": "fp32", "bfloat16": "bf16"}.get(name, name) for name in names)
-
-
-def _engine_asked(gear: Gear) -> str:
-    return {"single": "one device", "ddp": "DDP", "fsdp": "FSDP2", "zero": f"ZeRO-{gear.zero_stage}"}[gear.engine]
-
-
-def _engine_running(model: Any) -> str:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
-
-    if isinstance(model, DistributedDataParallel):
-        return "DDP"
-    if isinstance(model, FSDPModule):
-        return "FSDP2"
-    if hasattr(model, "zero_optimization_stage"):
-        return f"ZeRO-{model.zero_optimization_stage()}"
-    return "one device"
-
-
-def _precision_running(accelerator: Accelerator, model: Any, gear: Gear) -> str:
-    if gear.engine == "zero":
-        return "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
-    if gear.engine == "fsdp":
-        compute = model._get_fsdp_state()._mp_policy.param_dtype
-        return {torch.bfloat16: "bf16", torch.float32: "no"}.get(compute, str(compute))
-    return str(accelerator.mixed_precision)
-
-
-def _master_dtypes(model: Any, gear: Gear, optimizer: Any) -> set[torch.dtype]:
-    """Of the tensors that the optimizer updates."""
-    if gear.engine == "zero":
-        engine = model.optimizer  # in bf16 ZeRO-1's has neither list, and its param_groups are the fp32 partitions
-        flat = getattr(engine, "fp32_partitioned_groups_flat", None) or getattr(
-            engine, "single_partition_of_fp32_groups", None
-        )
-        if flat is not None:
-            return {tensor.dtype for tensor in flat if tensor is not None}
-    return {p.dtype for group in optimizer.param_groups for p in group["params"]}

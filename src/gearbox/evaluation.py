@@ -28,11 +28,13 @@ def evaluate(
     rows: Rows,
     rows_at_once: int,
     micro_rows: int,
+    place: tuple[int, int],
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Evaluation | None:
     """One pass over all held-out rows, dealt like training rows, so that any number of ranks agrees.
 
-    None, if `goes_on`, which all ranks ask together before each portion of rows, says no.
+    `place` is this rank's part of the rows, and the number of parts; ranks with the same part count alike. None, if
+    `goes_on`, which all ranks ask together before each portion of rows, says no.
     """
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)  # loss, targets, exact documents, documents
@@ -42,7 +44,7 @@ def evaluate(
                 model.train()
                 return None
             ids = list(range(first, min(first + rows_at_once, len(rows))))
-            step = make_step(rows, ids, accelerator.process_index, accelerator.num_processes, micro_rows)
+            step = make_step(rows, ids, *place, micro_rows)
             for micro in step.micro_batches:
                 batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
                 documents = batch.pop("document_ids")

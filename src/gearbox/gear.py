@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import yaml
 
 from gearbox.config import ROOT, Recipe, UserError, nearest, read_yaml
 
-Engine = Literal["single", "ddp", "fsdp", "zero"]
+Engine = Literal["single", "ddp", "fsdp", "zero", "tp", "pp"]
 ENGINES: dict[str, Engine] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}
 
 # Names that accelerate 1.15 reads; tests/test_gear.py compares them with its launcher's parser.
@@ -31,19 +33,20 @@ FSDP_KEYS = """
     fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
 """.split()
 DEEPSPEED_KEYS = "deepspeed_config_file deepspeed_hostfile deepspeed_multinode_launcher zero3_init_flag".split()
-PARALLELISM_KEYS = [
-    f"parallelism_config_{name}"
-    for name in """dp_replicate_size dp_shard_size tp_size cp_size cp_backend cp_comm_strategy sp_size sp_backend
-    sp_seq_length sp_seq_length_is_variable sp_attn_implementation""".split()
-]
+# Degrees: how many ranks share one copy of something. Of accelerate's names those whose value is not derived here, and
+# two of our own, which accelerate passes over.
+DEGREES = ("dp_replicate", "dp_shard", "tp", "sp", "cp", "pp")
+SCHEDULES = ("1f1b", "gpipe")
+PARALLELISM_KEYS = [f"parallelism_config_{name}_size" for name in DEGREES] + ["parallelism_config_pp_schedule"]
 # Top-level names that deepspeed 0.19 reads; inside zero_optimization it checks them itself.
 ZERO_JSON_KEYS = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping steps_per_print
     zero_optimization bf16 fp16 communication_data_type data_types prescale_gradients gradient_predivide_factor
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown dump_state
     activation_checkpointing aio flops_profiler comms_logger checkpoint compile disable_allgather
-    sequence_parallel_size
 """.split()
+NESTED = {"fsdp_config": FSDP_KEYS, "deepspeed_config": DEEPSPEED_KEYS, "parallelism_config": PARALLELISM_KEYS}
+FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NESTED.values())
 RECIPES_OWN = {"optimizer": "optim", "scheduler": "schedule"}
 
 
@@ -63,7 +66,56 @@ class Gear:
 
     @property
     def engine(self) -> Engine:
-        return ENGINES[self.settings.get("distributed_type", "NO")]
+        engine = ENGINES[self.settings.get("distributed_type", "NO")]
+        if engine == "ddp":  # ranks that share a copy instead of having one each
+            return "pp" if self.degree("pp") > 1 else "tp" if self.degree("tp") > 1 else "ddp"
+        return engine
+
+    def degree(self, name: str) -> int:
+        """How many ranks share a copy: of each layer (tp), of a sequence (sp, cp), of the stack of layers (pp).
+
+        dp_replicate are the copies of a sharded model (HSDP).
+        """
+        return int((self.settings.get("parallelism_config") or {}).get(f"parallelism_config_{name}_size", 1))
+
+    @property
+    def schedule(self) -> str:
+        """In which order a pipeline's stages run forward and backward: 1f1b or gpipe."""
+        return (self.settings.get("parallelism_config") or {}).get("parallelism_config_pp_schedule", SCHEDULES[0])
+
+    @property
+    def data_parallel(self) -> int:
+        """Into how many parts the rows of a step are dealt. The other degrees share the rows of a part."""
+        return self.num_processes // math.prod(self.degree(name) for name in ("tp", "sp", "cp", "pp"))
+
+    @property
+    def averaged_over(self) -> int:
+        """Over how many ranks the engine takes the mean of the gradients: all that have tokens of their own."""
+        return self.data_parallel * self.degree("cp") * self.degree("sp")
+
+    @property
+    def shard(self) -> int:
+        """How many ranks share the weights of a sharded model, beside tp."""
+        together = self.num_processes if self.degree("sp") > 1 else self.data_parallel * self.degree("cp")
+        return together // self.degree("dp_replicate")
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the rows a rank takes. The order of ranks is pp, dp_replicate, dp_shard, cp or sp, tp."""
+        return rank // math.prod(self.degree(name) for name in ("tp", "sp", "cp")) % self.data_parallel
+
+    def evaluation_place(self, rank: int) -> tuple[int, int]:
+        """The same, with the number of parts, where nothing is trained: each rank then has sequences of its own."""
+        parts = self.num_processes // (self.degree("tp") * self.degree("pp"))
+        return rank // self.degree("tp") % parts, parts
+
+    @property
+    def offload(self) -> str | None:
+        """Where weights and optimizer state wait: cpu, nvme, or None where they stay on the GPU."""
+        if (self.settings.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
+            return "cpu"
+        zero = (self.zero_json or {}).get("zero_optimization", {})
+        devices = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}
+        return "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else None
 
     @property
     def zero_stage(self) -> int:
@@ -85,7 +137,9 @@ class Gear:
         filled["gradient_clipping"] = recipe.optim.max_grad_norm
         filled["gradient_accumulation_steps"] = accumulation
         filled["train_micro_batch_size_per_gpu"] = micro_rows
-        filled["train_batch_size"] = accumulation * micro_rows * self.num_processes
+        filled["train_batch_size"] = accumulation * micro_rows * self.data_parallel
+        if self.degree("sp") > 1:
+            filled["sequence_parallel_size"] = self.degree("sp")
         filled["steps_per_print"] = 2**31  # DeepSpeed's own log line is noise beside ours
         return filled
 
@@ -94,15 +148,14 @@ def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     """Read and check a gear; `flags` are the launcher's, which beat the file. Raises UserError with every problem."""
     flags = flags or {}
     settings = read_yaml(path) | {key: flags[key] for key in ("mixed_precision",) if key in flags}
+    for group, known in NESTED.items():
+        if given := {key: yaml.safe_load(flags[key]) for key in known if key in flags}:
+            settings[group] = (settings.get(group) or {}) | given
     problems = []
 
     problems += [f"{key}: there is no such key{nearest(str(key), TOP_KEYS)}" for key in settings if key not in TOP_KEYS]
     nested: dict[str, dict[str, Any]] = {}
-    for group, known in (
-        ("fsdp_config", FSDP_KEYS),
-        ("deepspeed_config", DEEPSPEED_KEYS),
-        ("parallelism_config", PARALLELISM_KEYS),
-    ):
+    for group, known in NESTED.items():
         found = settings.get(group) or {}
         if not isinstance(found, dict):
             problems.append(f"{group}: must be a mapping, found {found!r}")
@@ -136,15 +189,67 @@ def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     num_processes = int(asked) if str(asked).isdigit() else 0
     if num_processes < 1:
         problems.append(f"num_processes: must be a whole number from 1, found {asked!r}")
+    elif not problems:
+        problems += _wrong_degrees(kind, nested["parallelism_config"], num_processes)
     told = [f"{path}: {problem}" for problem in problems]
     if zero_path is not None:
         try:
             zero_json = _read_json(zero_path)
+            told += _wrong_for_sequences(zero_path, zero_json, nested["parallelism_config"])
         except UserError as error:
             told.append(str(error))
     if told:
         raise UserError("\n".join(told))
     return Gear(path, settings, zero_json, zero_path, num_processes)
+
+
+def _wrong_degrees(kind: str, given: dict[str, Any], num_processes: int) -> list[str]:
+    """What is wrong with the degrees of parallelism, each with its key."""
+    key = "parallelism_config.parallelism_config_{}_size"
+    sizes = {name: given.get(f"parallelism_config_{name}_size", 1) for name in DEGREES}
+    if odd := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
+        return [f"{key.format(name)}: must be a whole number from 1, found {size!r}" for name, size in odd.items()]
+    asked = {name: size for name, size in sizes.items() if size > 1}
+    allowed = {
+        "dp_replicate": ("FSDP",), "dp_shard": ("FSDP",), "tp": ("MULTI_GPU", "FSDP"), "sp": ("DEEPSPEED",),
+        "cp": ("FSDP",), "pp": ("MULTI_GPU",),
+    }  # fmt: skip
+    problems = [
+        f"{key.format(name)}: {kind} cannot do this; distributed_type must be {' or '.join(allowed[name])}"
+        for name in asked
+        if kind not in allowed[name]
+    ]
+    if len(shared := asked.keys() & {"tp", "cp", "pp"}) > 1:
+        problems.append(
+            f"parallelism_config: {' and '.join(sorted(shared))} cannot be joined; tp can with FSDP's shards"
+        )
+    schedule = given.get("parallelism_config_pp_schedule", SCHEDULES[0])
+    if schedule not in SCHEDULES:
+        problems.append(f"parallelism_config.parallelism_config_pp_schedule: {schedule!r} is none of {SCHEDULES}")
+    if problems or not asked:
+        return problems
+    together = math.prod(size for name, size in asked.items() if name != "dp_shard")
+    named = " x ".join(f"{name} {size}" for name, size in asked.items() if name != "dp_shard")
+    if num_processes % together:
+        near = max(1, num_processes // together) * together
+        return [f"num_processes: {num_processes} ranks cannot be cut into {named}; {near} or {near + together} can"]
+    rest = num_processes // together
+    if "dp_shard" in asked and sizes["dp_shard"] != rest:
+        return [f"{key.format('dp_shard')}: {num_processes} ranks / ({named or 1}) are {rest}, not {sizes['dp_shard']}"]
+    if kind == "MULTI_GPU" and "tp" in asked and rest > 1:
+        return [f"num_processes: {num_processes} ranks are more than tp {sizes['tp']}; with FSDP (fsdp_tp) they can be"]
+    return []
+
+
+def _wrong_for_sequences(zero_path: Path, zero_json: dict[str, Any], degrees: dict[str, Any]) -> list[str]:
+    """DeepSpeed 0.19 averages over all ranks in stage 3 with reduce_scatter, else over those with other rows."""
+    zero = zero_json["zero_optimization"]
+    if degrees.get("parallelism_config_sp_size", 1) == 1 or (zero["stage"] == 3 and zero.get("reduce_scatter", True)):
+        return []
+    return [
+        f"{zero_path}: zero_optimization: sequence parallelism is trained and tested with stage 3 and reduce_scatter "
+        "alone: else DeepSpeed scales the gradients otherwise"
+    ]
 
 
 def _resolve(name: Any, gear_path: Path) -> Path | None:
@@ -280,6 +385,6 @@ def _flags(command: list[str]) -> dict[str, str]:
             break  # what follows is ours
         name, equals, value = part.removeprefix("--").partition("=")
         name = name.replace("-", "_")  # accelerate takes both spellings
-        if part.startswith("--") and name in ("config_file", "num_processes", "mixed_precision"):
+        if part.startswith("--") and name in FLAGS:
             flags[name] = value if equals else after
     return flags

@@ -6,6 +6,8 @@ Shapes: B rows of a micro batch, T tokens of a row, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ def install(model: torch.nn.Module) -> None:
 
         # One call of the head for all chunks: ZeRO-3 and FSDP gather its weight once.
         def chunk_logits(hidden: torch.Tensor) -> torch.Tensor:
-            logits = F.linear(hidden, self.weight, self.bias).float() * scale
+            logits = usual_head(hidden).float() * scale
             return cap * torch.tanh(logits / cap) if cap else logits
 
         def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -96,23 +98,33 @@ def check(model: torch.nn.Module, num_tokens: int, device: torch.device, toleran
         )
 
 
-def leak(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_tokens: int) -> torch.Tensor:
+def leak(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    num_tokens: int,
+    own_tokens: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]] = nullcontext,
+) -> torch.Tensor:
     """How far documents see their neighbours: the largest change of a token's loss when another document changes, [].
 
     `batch` is a packed one, in the shape that training uses and on the model's device. The first document of each row
-    gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it.
+    gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it,
+    on the tokens that `own_tokens` leaves it, in the mode of training: engines treat the other one differently.
     """
     documents = batch["document_ids"]
     changed = documents == documents[:, :1]
     labels = torch.roll(batch["input_ids"], -1, 1).masked_fill(documents != torch.roll(documents, -1, 1), IGNORED)
-    inputs = {"position_ids": batch["position_ids"], "labels": labels}
     others = torch.where(changed, (batch["input_ids"] + num_tokens // 2) % num_tokens, batch["input_ids"])
-    model.eval()
-    with torch.no_grad():
-        usual, _ = model(input_ids=batch["input_ids"], **inputs)
-        after, _ = model(input_ids=others, **inputs)
-    model.train()
-    return (usual - after).abs().masked_fill(changed | (documents < 0), 0).max()
+    whole = {
+        "usual": batch["input_ids"], "others": others, "position_ids": batch["position_ids"],
+        "labels": labels.masked_fill(changed | (documents < 0), IGNORED),
+    }  # fmt: skip
+    losses = []
+    with own_tokens(whole) as mine, torch.no_grad():
+        for tokens in ("usual", "others"):
+            torch.manual_seed(0)  # dropout, if any
+            inputs = {"position_ids": mine["position_ids"], "labels": mine["labels"]}
+            losses.append(model(input_ids=mine[tokens], **inputs)[0])
+    return (losses[0] - losses[1]).abs().max()
 
 
 def _logit_shape(config: Any) -> tuple[float, float | None]:

@@ -155,17 +155,18 @@ def load(
     seed: int,
     precision: str,
     masters: str,
+    placing: dict[str, Any],
     part: pipeline.Part | None = None,
 ) -> torch.nn.Module:
-    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `part`: one stage alone.
+    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
 
-    Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
-    of the forward pass, and the adapter itself in fp32.
+    With `part` it is one stage of a pipeline alone. Full fine-tuning loads fp32 masters (bf16 if the recipe says so);
+    an adapter's frozen base comes in the precision of the forward pass, and the adapter itself in fp32.
     """
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model)}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model), **placing}
     if model.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     family, whole = AutoModelForCausalLM, None

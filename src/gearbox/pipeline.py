@@ -225,7 +225,7 @@ class Pipeline(torch.nn.Module):
         compute: torch.dtype = torch.float32,
     ) -> None:
         """`module`: a model of `family`, or an adapter around it. `stages`: the ranks of this pipeline, by stage;
-        `replicas`: those that hold the same stage. `schedule`: a name of SCHEDULES; `compute`: bf16 or fp32."""
+        `replicas`: those that hold the same stage. `schedule`: a name of SCHEDULES; `compute`: of what is sent."""
         super().__init__()
         self.part = Part(dist.get_rank(stages), dist.get_world_size(stages))
         self.stage = _Stage(module, self.part, compute)
@@ -234,6 +234,8 @@ class Pipeline(torch.nn.Module):
         """Of the last step, in order."""
         self.seconds = 0.0
         """From the last step's begin to the end of its last backward pass, on whichever stage."""
+        self.idle = 0.0
+        """Share of them in which a stage computed nothing, the mean over all stages; the same on all ranks."""
         self._built: tuple[Any, Any] = (None, None)
         self._scale = 1.0
 
@@ -243,9 +245,18 @@ class Pipeline(torch.nn.Module):
         return self.stage.module
 
     @property
-    def idle(self) -> float:
-        """Share of the last step in which this stage computed nothing."""
-        return 1 - sum(block.end - block.start for block in self.blocks) / self.seconds
+    def layers(self) -> str:
+        """Of this stage, such as 0-11."""
+        core = self.module.get_base_model() if hasattr(self.module, "peft_config") else self.module
+        held = [i for i, layer in enumerate(core.base_model.layers) if not isinstance(layer, PassThrough | Received)]
+        return f"{held[0]}-{held[-1]}"
+
+    def bubble(self, num_micro_batches: int) -> float:
+        """Share of a step in which a stage waits for the first micro batch, or for others' last; equal stages assumed.
+
+        In both schedules each stage waits for p - 1 of the others' passes, and has m of its own.
+        """
+        return (self.part.count - 1) / (num_micro_batches + self.part.count - 1)
 
     # ----------------------------------------------------------------------- without gradients
 
@@ -278,7 +289,7 @@ class Pipeline(torch.nn.Module):
         """Forward and backward of this pipeline's share of an optimizer step, on this model's device.
 
         Each target token's loss counts `scale` times. Gradients are then those of the whole step on all ranks, summed
-        in fp32; returns its loss, on all ranks the same, and not finite if it is not on one of them.
+        in fp32; returns its loss, on all ranks the same, and not finite if one micro batch's is not.
         """
         inputs = _joined([{n: t for n, t in micro.items() if n != "document_ids"} for micro in micro_batches])
         labels = inputs["labels"]
@@ -291,8 +302,11 @@ class Pipeline(torch.nn.Module):
         dist.all_reduce(total, group=self.stages)  # ends when the last stage does
         self.blocks, self.seconds = stage.end()
         self._sum_gradients()
-        dist.all_reduce(total, group=self.replicas)
-        return total.item()
+        busy = sum(block.end - block.start for block in self.blocks) / self.seconds
+        figures = torch.tensor([total, 1 - busy], device=labels.device)
+        dist.all_reduce(figures)
+        self.idle = figures[1].item() / dist.get_world_size()
+        return figures[0].item() / self.part.count
 
     def _schedule(self, num: int, labels: torch.Tensor) -> tuple[_TimedStage, Any]:
         """Torch's, made for this number of micro batches and this shape, and kept until another comes."""
@@ -373,8 +387,7 @@ class _Stage(torch.nn.Module):
         if arrived is not None and not self.part.is_first:
             # Goes on in the dtype that the hidden states have on one device: fp32, where the weights have it.
             _receive(self.module, arrived.to(self.dtype))
-        with torch.autocast(input_ids.device.type, self.compute, enabled=self.compute == torch.bfloat16):
-            outcome = self.module(input_ids=input_ids, **inputs)
+        outcome = self.module(input_ids=input_ids, **inputs)
         _receive(self.module, None)
         return outcome if self.part.is_last else outcome.to(self.compute)
 

@@ -43,13 +43,14 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def restore(self, bare: Any, engine: Any, optimizer: Any) -> None:
+    def restore(self, bare: Any, engine: Any, optimizer: Any, gather: tensors.Gather) -> None:
         """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
         assert self.checkpoint is not None and self.manifest is not None
         gear = self.manifest["gear"]
         written_by = f"accelerate_configs/{gear['name']}.yaml with --num_processes {gear['num_processes']}"
         try:
-            tensors.restore(bare, engine, optimizer, checkpoint.Reader(self.checkpoint, self.manifest), written_by)
+            saved = checkpoint.Reader(self.checkpoint, self.manifest)
+            tensors.restore(bare, engine, optimizer, saved, written_by, gather)
         except checkpoint.Damaged as error:
             raise UserError(f"{self.checkpoint}: {error}") from None
 

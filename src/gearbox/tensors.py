@@ -1,24 +1,31 @@
 """A run's tensors by parameter name, whichever engine holds them: what this rank has, and putting it back.
 
-Beside `backend`, the only module that may name an engine. Every engine here cuts a flattened tensor into runs of
-elements, so a rank's part is always a start and a length, and a saved part fits any other cut. Nothing here
-communicates but `whole_parameters`.
+Beside `backend`, the only module that may name an engine. An engine cuts a flattened tensor into runs of elements, or
+(tensor parallelism) a tensor into boxes; a saved part fits any other cut. Nothing here communicates but
+`whole_parameters` and, by the `gather` that it is given, `held`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from gearbox.checkpoint import Piece, Reader
 from gearbox.config import UserError
 
+Gather = Callable[[Any], list[Any]]
 WHOLE = "whole"  # where a parameter of an optimizer is only this rank's part of one: the attribute that names it
+
+
+def alone(found: Any) -> list[Any]:
+    """As `backend.gather`, of one rank."""
+    return [found]
 
 
 def bare_optimizer(optimizer: Any) -> Any:
@@ -43,15 +50,16 @@ def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     return held, whole
 
 
-def whole_parameters(accelerator: Any, model: Any, only_trainable: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_parameters(
+    accelerator: Any, bare: torch.nn.Module, only_trainable: bool, gather: Gather = alone
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
 
     Trained ones come in their fp32 masters. Persistent buffers come along. Every rank must run it to its end.
     """
-    bare = accelerator.unwrap_model(model)
-    for name, parameter in [*_parameters(bare), *_buffers(bare)]:
-        if only_trainable and not parameter.requires_grad:
-            continue
+    everything = [*_parameters(bare), *_buffers(bare)]
+    wanted = [(name, p) for name, p in everything if p.requires_grad or not only_trainable]
+    for name, parameter in wanted:
         if isinstance(parameter, DTensor):
             whole = parameter.full_tensor()
         elif _is_zero(parameter) and parameter.requires_grad:
@@ -67,6 +75,26 @@ def whole_parameters(accelerator: Any, model: Any, only_trainable: bool) -> Iter
             whole = parameter
         if accelerator.is_main_process:
             yield name, whole.detach().cpu().clone()
+    yield from _of_other_ranks(accelerator, dict(wanted), gather)
+
+
+def _of_other_ranks(
+    accelerator: Any, wanted: dict[str, torch.Tensor], gather: Gather
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What rank 0 does not hold, the later stages of a pipeline, each sent by the first rank that does."""
+    everywhere = gather([(name, parameter.shape, parameter.dtype) for name, parameter in wanted.items()])
+    seen = {name for name, *_ in everywhere[0]}
+    for holder, held_there in enumerate(everywhere[1:], start=1):
+        for name, shape, dtype in held_there:
+            if name in seen:
+                continue
+            seen.add(name)
+            if accelerator.process_index == holder:
+                torch.distributed.send(wanted[name].detach().contiguous(), 0)
+            elif accelerator.is_main_process:
+                received = torch.empty(shape, dtype=dtype, device=accelerator.device)
+                torch.distributed.recv(received, holder)
+                yield name, received.cpu()
 
 
 def _parameters(bare: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -90,76 +118,87 @@ def _is_zero(parameter: torch.Tensor) -> bool:
 # --------------------------------------------------------------------------- what a rank holds
 
 
-def shapes(bare: torch.nn.Module) -> dict[str, list[int]]:
-    """Of each trained parameter, whole."""
+def shapes(bare: torch.nn.Module, gather: Gather = alone) -> dict[str, list[int]]:
+    """Of each trained parameter, whole, whichever rank holds it."""
     trained = {name: p for name, p in _parameters(bare) if p.requires_grad}
-    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
+    return _merged(gather({name: list(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}))
 
 
-def state_bytes(bare: torch.nn.Module, optimizer: Any) -> int:
+def _merged(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in found for name, value in part.items()}
+
+
+def state_bytes(bare: torch.nn.Module, optimizer: Any, gather: Gather = alone) -> int:
     """Of a whole checkpoint: the master and two moments of each trained parameter."""
     eight_bits = getattr(getattr(bare_optimizer(optimizer), "args", None), "optim_bits", 32) == 8
-    total = 0
-    for _, parameter in _parameters(bare):
+    sizes = {}
+    for name, parameter in _parameters(bare):
         if parameter.requires_grad:
             master = 4 if _is_zero(parameter) else parameter.element_size()
             moments = 2 if eight_bits else 2 * master
-            total += getattr(parameter, "ds_numel", parameter.numel()) * (master + moments)
-    return total
+            sizes[name] = getattr(parameter, "ds_numel", parameter.numel()) * (master + moments)
+    return sum(_merged(gather(sizes)).values())
 
 
-def held(bare: torch.nn.Module, optimizer: Any, rank: int, num_ranks: int) -> list[Piece]:
+def held(bare: torch.nn.Module, optimizer: Any, rank: int, gather: Gather = alone) -> list[Piece]:
     """What this rank writes: its parts of all trained parameters and their optimizer state, and none twice.
 
-    What every rank has whole is shared out by size.
+    What several ranks hold is written by the one of them that has least to write so far. Every rank calls it.
     """
+    parts = {pieces[0].key: pieces for pieces in _parts(bare, optimizer)}
+    everywhere = gather({key: sum(piece.tensor.nbytes for piece in pieces) for key, pieces in parts.items()})
+    holders: dict[str, list[int]] = defaultdict(list)
+    for holder, sizes in enumerate(everywhere):
+        for key in sizes:
+            holders[key].append(holder)
+    load = [0] * len(everywhere)
     mine: list[Piece] = []
-    load = [0] * num_ranks
-    for pieces, is_replicated in _groups(bare, optimizer):
-        if is_replicated:
-            owner = load.index(min(load))
-            load[owner] += sum(piece.tensor.nbytes for piece in pieces)
-            if owner != rank:
-                continue
-        mine += pieces
+    for key, holding in holders.items():
+        writer = min(holding, key=lambda holder: load[holder])
+        load[writer] += everywhere[writer][key]
+        if writer == rank:
+            mine += parts[key]
     return mine
 
 
-def _groups(bare: torch.nn.Module, optimizer: Any) -> Iterator[tuple[list[Piece], bool]]:
-    """The pieces of each parameter on this rank, and whether all ranks have the same."""
+def _parts(bare: torch.nn.Module, optimizer: Any) -> Iterator[list[Piece]]:
+    """Of each trained parameter what this rank holds: itself, and what the optimizer keeps for it. Buffers alone."""
     state = _states(bare, optimizer)
     for name, parameter in _parameters(bare):
         if not parameter.requires_grad:
             continue
         start, local = _part(parameter)
         if local is not None and local.numel():
-            kept = state(name, parameter)
             pieces = [Piece("parameter", name, start, local)]
-            for key, tensor in kept.items():
+            for key, tensor in state(name, parameter).items():
                 if isinstance(tensor, torch.Tensor) and tensor.dim():
-                    pieces.append(_piece_of_state(key, name, start, local.numel(), tensor))
-            yield pieces, not (_is_zero(parameter) or isinstance(parameter, DTensor))
+                    pieces.append(_piece_of_state(key, name, start, local, tensor))
+            yield pieces
     if all(p.requires_grad for p in bare.parameters()):  # else they belong to a frozen base
         for name, buffer in _buffers(bare):
-            yield [Piece("buffer", name, 0, buffer.detach().reshape(-1))], True
+            yield [Piece("buffer", name, 0, buffer.detach().reshape(-1))]
 
 
-def _piece_of_state(key: str, name: str, start: int, numel: int, tensor: torch.Tensor) -> Piece:
+def _piece_of_state(
+    key: str, name: str, start: int | tuple[int, ...], local: torch.Tensor, tensor: torch.Tensor
+) -> Piece:
     """Element by element it is cut like its parameter; else (8 bits, scales of blocks) only this cut reads it."""
-    if tensor.numel() == numel and tensor.is_floating_point():
-        return Piece(key, name, start, tensor.reshape(-1))
-    return Piece(f"{key}@{start}+{numel}", name, 0, tensor.reshape(-1))
+    if tensor.numel() == local.numel() and tensor.is_floating_point():
+        return Piece(key, name, start, tensor.view(local.shape))
+    return Piece(f"{key}@{start}+{local.numel()}", name, 0, tensor.reshape(-1))
 
 
-def _part(parameter: Any) -> tuple[int, torch.Tensor | None]:
-    """First element and a flat view of this rank's part of a parameter's master, None where it has no part."""
+def _part(parameter: Any) -> tuple[int | tuple[int, ...], torch.Tensor | None]:
+    """This rank's part of a parameter's master, None where it has no part.
+
+    A run of the flattened tensor: its first element and [n]; a box: the place of its first corner, and the box.
+    """
     if isinstance(parameter, DTensor):
-        assert parameter.placements == (Shard(0),), parameter.placements
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         local = parameter.detach().to_local()
-        return (offset[0] * math.prod(parameter.shape[1:]) if local.numel() else 0), local.view(-1)
+        corner = _corner(parameter, local)
+        if local.shape[1:] == parameter.shape[1:]:  # whole rows
+            return (corner[0] * math.prod(parameter.shape[1:]) if local.numel() else 0), local.view(-1)
+        return corner, local
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_fp32_param
 
@@ -169,6 +208,27 @@ def _part(parameter: Any) -> tuple[int, torch.Tensor | None]:
         mapping = parameter._hp_mapping
         return (0, None) if mapping is None else (mapping.lp_fragment_address.start, mapping.hp_fragment)
     return 0, parameter.detach().view(-1)
+
+
+def _corner(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
+    """Where this rank's part begins in each dimension."""
+    mesh = parameter.device_mesh
+    place = mesh.get_coordinate()
+    assert place is not None
+    corner, lengths = [0] * parameter.dim(), list(parameter.shape)
+    cuts = [
+        (type(placement).__name__, dim % parameter.dim(), i)
+        for i, placement in enumerate(parameter.placements)
+        if (dim := getattr(placement, "dim", None)) is not None
+    ]
+    # A dimension cut twice was cut by tp first, though the mesh names it last; torch calls the other cut strided.
+    for _, dim, i in sorted(cuts):
+        size = -(-lengths[dim] // mesh.size(i))
+        first = min(place[i] * size, lengths[dim])
+        corner[dim] += first
+        lengths[dim] = min(size, lengths[dim] - first)
+    assert lengths == list(local.shape), (parameter.placements, lengths, local.shape)
+    return tuple(corner)
 
 
 def _zero3_range(parameter: Any) -> tuple[int, int]:
@@ -202,7 +262,7 @@ def _states(bare: torch.nn.Module, optimizer: Any) -> Any:
     return state
 
 
-def scalars(bare: torch.nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
+def scalars(bare: torch.nn.Module, optimizer: Any, gather: Gather = alone) -> dict[str, dict[str, Any]]:
     """What the optimizer keeps of a parameter beside tensors: AdamW's count of steps. Equal on all ranks."""
     base = bare_optimizer(optimizer)
     names = {id(p): name for name, p in _parameters(bare) if p.requires_grad}
@@ -210,7 +270,7 @@ def scalars(bare: torch.nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
         common = next((_scalars_of(kept) for kept in base.state.values()), {})
         return dict.fromkeys(names.values(), common) if common else {}
     found = {names[id(getattr(p, WHOLE, p))]: _scalars_of(kept) for p, kept in base.state.items()}
-    return {name: kept for name, kept in found.items() if kept}
+    return _merged(gather({name: kept for name, kept in found.items() if kept}))
 
 
 def _scalars_of(kept: dict[str, Any]) -> dict[str, Any]:
@@ -235,13 +295,15 @@ def _scalar(saved: Any) -> Any:
 
 
 @torch.no_grad()
-def restore(bare: torch.nn.Module, engine: Any, optimizer: Any, saved: Reader, written_by: str) -> None:
+def restore(
+    bare: torch.nn.Module, engine: Any, optimizer: Any, saved: Reader, written_by: str, gather: Gather = alone
+) -> None:
     """Give each trained parameter and its optimizer state the saved values, before the first forward pass.
 
     `engine` is the wrapped model. Raises UserError where the checkpoint is of another model, or where the optimizer's
     state fits only the gear and ranks that `written_by` names.
     """
-    ours = shapes(bare)
+    ours = shapes(bare, gather)
     if ours != saved.shapes:
         odd = sorted(name for name in {*ours, *saved.shapes} if ours.get(name) != saved.shapes.get(name))
         raise UserError(
@@ -257,11 +319,11 @@ def restore(bare: torch.nn.Module, engine: Any, optimizer: Any, saved: Reader, w
         raise refusal
     if not is_zero:
         _make_state(bare, optimizer, saved)
-    for pieces, _ in _groups(bare, optimizer):
+    for pieces in _parts(bare, optimizer):
         for piece in pieces:
             if piece.kind not in ("parameter", "buffer", *saved.kinds(piece.name)):
                 raise refusal
-            value = saved.read(piece.kind, piece.name, piece.start, piece.tensor.numel())
+            value = saved.part(piece)
             if hasattr(parameters.get(piece.name), "ds_id"):
                 _set_zero3(parameters[piece.name], piece.kind, value)
             else:
