@@ -136,10 +136,10 @@ def main() -> None:
     lines = [
         "# How long the stages of a pipeline idle",
         "",
-        f"`python benchmarks/pipeline.py`: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, cut "
-        f"into {STAGES} stages, one a core, on gloo in fp32; a step",
-        f"of {ROWS} rows x {ROW_TOKENS} tokens, cut into so many micro batches. The share of a step in which a stage ran "
-        "neither forward nor",
+        f"`python benchmarks/pipeline.py`: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, "
+        f"cut into {STAGES} stages, one a core, on gloo in fp32; a step",
+        f"of {ROWS} rows x {ROW_TOKENS} tokens, cut into so many micro batches. The share of a step in which a stage "
+        "ran neither forward nor",
         f"backward, mean over the stages, median of {REPETITIONS} steps. {psutil.cpu_count()} cores "
         f"({platform.machine()}), load {psutil.getloadavg()[0]:.0f} at the end (above {STAGES}: other jobs ran);",
         f"torch {torch.__version__}.",

@@ -110,7 +110,7 @@ def unreachable(name: str, error: Exception) -> UserError:
 
 def narrowed(config: Any, tokenizer: Any, num_layers: int = 2) -> Any:
     """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before."""
-    heads = 4
+    heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     narrow = {
         "num_hidden_layers": num_layers,
@@ -264,6 +264,11 @@ def save(
     aside = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     if is_adapter:
+        if pipeline.is_cut(model):
+            import peft
+
+            # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
+            model = peft.get_peft_model(_without_weights(model.get_base_model().config), model.peft_config["default"])
         model.peft_config["default"].base_model_name_or_path = source
         model.save_pretrained(aside, state_dict=weights)
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card

@@ -104,6 +104,10 @@ def cut(model: Any, part: Part) -> None:
     model._keys_to_ignore_on_load_unexpected = {"."}  # from_pretrained would list what the other stages have
 
 
+def is_cut(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, PassThrough | Received) for module in model.modules())
+
+
 def span(model: Any, part: Part) -> tuple[int, int]:
     """First layer of a stage and the first after it, of a model that is whole."""
     layers = [_numel(layer) for layer in model.base_model.layers]
