@@ -36,6 +36,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     # torch is imported from here on; what the files alone can show has been said.
     from gearbox import (
+        adapters,
         backend,
         corpus,
         data,
@@ -44,7 +45,6 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         metrics,
         model,
         optim,
-        pipeline,
         preview,
         report,
         runs,
@@ -53,13 +53,16 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         verification,
     )
 
-    optim.check_device(recipe.optim, on_gpu=not backend.is_rehearsal())
     backend.check_ranks(gear)
     # Before the process group exists: tokenizing may take longer than a collective may wait.
     screen = metrics.console(backend.is_first())
     if recipe.model.trust_remote_code:
         screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {recipe.model.name}[/]")
+    recipe = adapters.fetched(recipe)
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    adapters.check_tokens(recipe, tokenizer)
+    if gear.degree("pp") > 1:
+        model.check_stages(recipe, tokenizer, gear.degree("pp"))
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
@@ -75,17 +78,12 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     name = f"{recipe_path.stem}-{gear.name}"
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
-        num_stages = gear.degree("pp")
-        if num_stages > 1:
-            config = model.load_config(recipe.model, recipe.run.rehearse)
-            pipeline.prove(model.narrowed(config, tokenizer, num_layers=3))
-        source = weights_of(recipe, tokenizer, run.folder, processes, max(2, num_stages))
+        source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
         dtype = model.stored_dtype(source, recipe.model)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
-            source, recipe.model, recipe.adapter, recipe.train.seed,
-            backend.precision(gear), recipe.optim.master_weights, backend.loading(gear), backend.part(gear),
-        )  # fmt: skip
+            source, recipe, tokenizer, backend.precision(gear), backend.loading(gear), backend.part(gear)
+        )
         wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
         bare = backend.bare(accelerator, wrapped)
         if run.checkpoint is not None:
@@ -157,8 +155,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             backend.limit_waiting(backend.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
-        only_trainable = recipe.adapter.method != "none"
-        trained = tensors.whole_parameters(accelerator, bare, only_trainable, backend.gather)
+        trained = tensors.whole_parameters(
+            accelerator, bare, only_trainable=recipe.adapter.method != "none",
+            beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
+        )  # fmt: skip
         model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
@@ -350,8 +350,10 @@ def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_r
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
-    """The recipe with what a laptop lacks replaced: weights by random ones, data of the hub by the built-in tasks."""
+    """The recipe with what a laptop lacks replaced: weights, of an adapter too, by random ones, data of the hub by the
+    built-in tasks."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
+    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
     paths = [source.path for source in recipe.data.sources]
     if not all(map(is_local, paths)):
         changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
@@ -374,7 +376,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer, num_layers)
+                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens), num_layers)
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 

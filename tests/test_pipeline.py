@@ -213,13 +213,12 @@ def test_balance():
 
 
 def test_what_cannot_be_cut_is_refused():
-    whole = transformers.LlamaForCausalLM(FAMILIES["llama, tied"])
     with pytest.raises(UserError, match="4 stages, but the model has 3 layers; give 3 or fewer"):
-        pipeline.cut(whole, pipeline.Part(0, 4))
+        pipeline.prove(FAMILIES["llama, tied"], 3, 4)
     with pytest.raises(UserError, match=r"family gpt2 .* no pipeline plan.*fsdp\.yaml"):
-        pipeline.prove(transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=97))
+        pipeline.prove(transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=97), 2, 2)
     for config in FAMILIES.values():
-        pipeline.prove(config)
+        pipeline.prove(config, 4, 2)
 
 
 def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
@@ -229,12 +228,12 @@ def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
         pipeline.Received, "forward", lambda self, given, **_: self.hidden if given.dim() == 2 else given
     )
     with pytest.raises(UserError, match="family granite cannot be cut into stages: its logits then differ by"):
-        pipeline.prove(granite)
+        pipeline.prove(granite, 3, 2)
     monkeypatch.undo()
     plan = {name: entry for name, entry in granite.base_model_pp_plan.items() if name != "norm"}
     monkeypatch.setattr(type(granite), "base_model_pp_plan", plan)
     with pytest.raises(UserError, match=r"model\.norm\.weight lies outside its pipeline plan"):
-        pipeline.prove(granite)
+        pipeline.prove(granite, 3, 2)
 
 
 # --------------------------------------------------------------------------- the gear

@@ -267,6 +267,10 @@ def prepare(
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
     if gear.engine == "pp":
         return _pipeline(gear, accelerator, model), accelerator.prepare(optimizer)
+    for module in model.modules() if gear.degree("tp") > 1 else ():
+        if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
+            # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
+            module.out_features, module.in_features = module.weight.shape
     if gear.engine == "tp":
         # As DDP's, without its wrapper: the ranks have one model together.
         model = accelerator.prepare_model(model, evaluation_mode=True)

@@ -6,6 +6,7 @@ Nothing here imports torch, so a misspelt key is reported in well under a second
 from __future__ import annotations
 
 import difflib
+import json
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,15 +98,30 @@ class Model(Group):
     """auto is sdpa, which isolates packed documents on every device."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+    add_tokens: list[Annotated[str, Field(min_length=1)]] = []
+    """Tokens that the tokenizer gets beside its own, such as [<|note|>]: never split, and shown in answers. Their
+    embeddings start as the mean of all others; with an adapter, the embedding and the output head are adapted too."""
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _each_once(cls, tokens: list[str]) -> list[str]:
+        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
+            raise ValueError(f"{twice[0]!r} is given twice; keep one")
+        return tokens
 
 
 class Adapter(Group):
-    method: Literal["none", "lora"] = "none"
-    """none trains all weights; lora trains low-rank additions. QLoRA is lora with model.quantize."""
+    method: Literal["none", "lora", "dora"] = "none"
+    """none trains all weights; lora trains low-rank additions; dora these and each row's magnitude. QLoRA and QDoRA
+    are these with model.quantize."""
+    path: str | None = None
+    """Folder, or id on the hub, of an adapter (safetensors) that training goes on with; its own settings hold."""
     r: Int = Field(16, ge=1)
     """Rank of each low-rank addition."""
     alpha: Float = Field(32.0, gt=0)
     """The addition is scaled by alpha / r."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) instead, which keeps large ranks from learning slowly."""
     dropout: Float = Field(0.0, ge=0, lt=1)
     """Probability of dropping an adapter's input. Above 0 the gears no longer draw the same numbers."""
     targets: str | list[str] = "all-linear"
@@ -266,6 +282,14 @@ class Recipe(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
+        path = self.adapter.path
+        if path is not None and Path(path).is_dir():
+            self = self.model_copy(update={"adapter": continued(self.adapter, Path(path))})
+        elif path is not None and self.adapter.method == "none":
+            raise ValueError(
+                f"adapter.path: {path!r} is no folder here; for an adapter of the hub give adapter.method too, lora or "
+                "dora"
+            )
         if self.model.quantize and self.adapter.method == "none":
             raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
@@ -278,7 +302,62 @@ class Recipe(Group):
 
     @property
     def method(self) -> str:
-        return "full" if self.adapter.method == "none" else "qlora" if self.model.quantize else self.adapter.method
+        """full, lora, qlora, dora or qdora."""
+        if self.adapter.method == "none":
+            return "full"
+        return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
+
+
+# Keys of PEFT's adapter_config.json: those that a recipe has too, those that PEFT goes by where it puts the adapter
+# into the model, and notes. Any other must be empty, else it is an adapter of another kind.
+PEFT_KEYS = {
+    "r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "target_modules": "targets",
+}  # fmt: skip
+PEFT_PLACES = "rank_pattern alpha_pattern exclude_modules layers_to_transform layers_pattern fan_in_fan_out".split()
+PEFT_NOTES = """
+    peft_type use_dora task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    init_lora_weights qalora_group_size megatron_core
+""".split()
+
+
+def continued(adapter: Adapter, folder: Path) -> Adapter:
+    """The adapter with the settings of the one in `folder`; of its own, only the dropout may differ.
+
+    Raises ValueError where it cannot be trained here, or where the recipe gives another value.
+    """
+    where = f"adapter.path: {str(folder)!r}"
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        kind = found["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{where} holds no adapter: there is no adapter_config.json of PEFT") from None
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{where} holds no adapter_model.safetensors, and pickled weights could run code")
+    if kind != "LORA":
+        raise ValueError(f"{where} is of the kind {kind}; only LoRA and DoRA can be gone on with")
+    known = [*PEFT_KEYS, *PEFT_PLACES, *PEFT_NOTES]
+    others = [key for key, value in found.items() if key not in known and value not in (None, False, "none", [], {})]
+    if found.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        others.append("init_lora_weights")  # PiSSA and its kin change the weights below the adapter too
+    if others:
+        raise ValueError(
+            f"{where} has {others[0]}: {found[others[0]]!r}, which cannot be trained here; merge it into its model, "
+            "give that as model.name, and train a new adapter"
+        )
+    holds = {"method": "dora" if found.get("use_dora") else "lora"}
+    holds |= {ours: found[theirs] for theirs, ours in PEFT_KEYS.items() if theirs in found}
+    given = {key: getattr(adapter, key) for key in holds if key in adapter.model_fields_set}
+    for key, value in given.items():
+        are_lists = isinstance(value, list) and isinstance(holds[key], list)
+        if are_lists and sorted(value) == sorted(holds[key]):
+            continue
+        if key == "dropout" or (key, value) == ("targets", "all-linear"):  # which these are, the model will say
+            holds[key] = value
+        elif value != holds[key]:
+            raise ValueError(
+                f"adapter.{key}: is {value!r}, but {holds[key]!r} in {folder}, which holds; take the key out"
+            )
+    return adapter.model_copy(update=holds)
 
 
 def accumulation(rows: int, data_parallel: int, micro_rows: int) -> tuple[int, int]:

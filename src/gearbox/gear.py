@@ -322,6 +322,10 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             problems.append(
                 f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
             )
+    if gear.engine == "pp" and recipe.model.add_tokens:
+        problems.append(
+            f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:

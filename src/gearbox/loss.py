@@ -30,8 +30,7 @@ def install(model: torch.nn.Module) -> None:
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     head: Any = core.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear | None):
-        raise UserError("adapter.targets: an adapter on the output head is not supported; take it out of the list")
+    is_adapted = hasattr(head, "base_layer")
     usual_forward, usual_head = core.forward, getattr(head, "forward", core.forward)
     scale, cap = _logit_shape(core.config)
     flash = str(core.config._attn_implementation).startswith("flash")
@@ -53,7 +52,8 @@ def install(model: torch.nn.Module) -> None:
         if labels is None:
             return usual_head(hidden)
 
-        # One call of the head for all chunks: ZeRO-3 and FSDP gather its weight once.
+        # One call of the head for all chunks: ZeRO-3 and FSDP gather its weight once. The parts of an adapted one are
+        # modules of their own, which ZeRO-3 gathers for each chunk where stage3_max_reuse_distance does not keep them.
         def chunk_logits(hidden: torch.Tensor) -> torch.Tensor:
             logits = usual_head(hidden).float() * scale
             return cap * torch.tanh(logits / cap) if cap else logits
@@ -63,7 +63,9 @@ def install(model: torch.nn.Module) -> None:
 
         chunks = list(zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True))
         if torch.is_grad_enabled():
-            losses = [checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks]
+            # Only an adapter may draw numbers here, for its dropout, and must draw them again.
+            options = {"use_reentrant": False, "preserve_rng_state": is_adapted}
+            losses = [checkpoint(chunk_loss, h, y, **options) for h, y in chunks]
             return torch.stack(losses).sum()
         losses, hits = [], []
         for h, y in chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,9 +16,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from gearbox import loss, pipeline
+from gearbox import adapters, loss, pipeline
 from gearbox.checkpoint import digest_of
-from gearbox.config import ROOT, Adapter, Model, Recipe, UserError
+from gearbox.config import ROOT, Model, Recipe, UserError
 
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
@@ -30,9 +29,10 @@ ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
 def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> Any:
-    """The model's tokenizer, with the chat template of that file if there is one.
+    """The model's tokenizer, with the chat template of that file if there is one, and with the recipe's added tokens.
 
-    A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    These are no special tokens: those are taken out of answers, where whoever parses a mark looks for it. A rehearsal
+    of a model that is not on this machine takes the tokenizer of recipes/tiny.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **_where(model), local_files_only=rehearse)
@@ -46,6 +46,9 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> A
         )
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
+        raise UserError(f"model.add_tokens: {known[0]!r} is a token of {model.name} already; take it out")
+    tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
     return tokenizer
 
 
@@ -108,8 +111,11 @@ def unreachable(name: str, error: Exception) -> UserError:
     return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 
-def narrowed(config: Any, tokenizer: Any, num_layers: int = 2) -> Any:
-    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before."""
+def narrowed(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 2) -> Any:
+    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before.
+
+    Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
+    """
     heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     narrow = {
@@ -119,7 +125,7 @@ def narrowed(config: Any, tokenizer: Any, num_layers: int = 2) -> Any:
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": 64 // heads,
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer) - num_added,
         "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
         "max_window_layers": num_layers,
     }
@@ -130,6 +136,13 @@ def narrowed(config: Any, tokenizer: Any, num_layers: int = 2) -> Any:
         setattr(config, key, getattr(tokenizer, key))
     config.dtype = torch.float32
     return config
+
+
+def check_stages(recipe: Recipe, tokenizer: Any, count: int) -> None:
+    """Raise UserError where the model cannot be cut into so many stages of a pipeline."""
+    config = load_config(recipe.model, recipe.run.rehearse)
+    num_layers = config.num_hidden_layers
+    pipeline.prove(narrowed(config, tokenizer, num_layers=3), num_layers, count)
 
 
 def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
@@ -150,11 +163,9 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
 
 def load(
     source: str,
-    model: Model,
-    adapter: Adapter,
-    seed: int,
+    recipe: Recipe,
+    tokenizer: Any,
     precision: str,
-    masters: str,
     placing: dict[str, Any],
     part: pipeline.Part | None = None,
 ) -> torch.nn.Module:
@@ -163,65 +174,36 @@ def load(
     With `part` it is one stage of a pipeline alone. Full fine-tuning loads fp32 masters (bf16 if the recipe says so);
     an adapter's frozen base comes in the precision of the forward pass, and the adapter itself in fp32.
     """
+    settings, masters = recipe.model, recipe.optim.master_weights
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
-    trains_all = adapter.method == "none"
+    trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, model), **placing}
-    if model.quantize:
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings), **placing}
+    if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
-    family, whole = AutoModelForCausalLM, None
+    family = AutoModelForCausalLM
     if part is not None:
-        config = AutoConfig.from_pretrained(source, **_where(model))
-        family, whole = pipeline.family(config, part), _without_weights(config)
-        if model.quantize:  # what stays as it is (the head) would be guessed anew for each stage
-            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(whole)
+        config = AutoConfig.from_pretrained(source, **_where(settings))
+        family = pipeline.family(config, part)
+        if settings.quantize:  # what stays as it is (the head) would be guessed anew for each stage
+            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(pipeline.outline(config))
     try:
-        loaded = family.from_pretrained(source, **_where(model), use_safetensors=True, **options)
+        loaded = family.from_pretrained(source, **_where(settings), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
+    adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
     if not trains_all:
-        import peft
-
-        settings = peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            revision=model.revision,
-            r=adapter.r,
-            lora_alpha=adapter.alpha,
-            lora_dropout=adapter.dropout,
-            target_modules=adapter.targets,
-        )
-        try:
-            if whole is not None:  # settles "all-linear" for all stages: one rank saves the settings
-                peft.get_peft_model(whole, settings)
-            loaded = peft.get_peft_model(loaded, settings)
-        except ValueError as error:
-            raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
-        _draw_adapters(loaded, seed)
+        loaded = adapters.adapted(loaded, recipe)
         if masters == "bf16":
             for parameter in loaded.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
     loss.install(loaded)
-    if model.gradient_checkpointing:
+    if settings.gradient_checkpointing:
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return loaded
-
-
-def _without_weights(config: Any) -> Any:
-    with torch.device("meta"):
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-
-
-def _draw_adapters(model: Any, seed: int) -> None:
-    """Their first values follow from the seed and the module's name alone, wherever and with whichever others it is."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big"))
-            module.reset_lora_parameters("default", init_lora_weights=True)
 
 
 def _attention(source: str, model: Model) -> str:
@@ -268,9 +250,11 @@ def save(
             import peft
 
             # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
-            model = peft.get_peft_model(_without_weights(model.get_base_model().config), model.peft_config["default"])
+            model = peft.get_peft_model(pipeline.outline(model.config), model.peft_config["default"])
         model.peft_config["default"].base_model_name_or_path = source
-        model.save_pretrained(aside, state_dict=weights)
+        # "auto" would ask the hub for the size of the base's vocabulary.
+        has_rows = any("lora_" not in name for name in weights)
+        model.save_pretrained(aside, state_dict=weights, save_embedding_layers=has_rows)
         (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
     else:
         model.config.use_cache = True
@@ -288,13 +272,17 @@ def stored_dtype(source: str, model: Model) -> torch.dtype:
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
-    """Identifies the frozen weights below an adapter: a folder's by their content, the hub's by their commit."""
+    """Identifies what an adapter is trained upon: a folder's weights by their content, the hub's by their commit, and
+    the adapter that it goes on from."""
     if recipe.adapter.method == "none":
         return None
     files = sorted(Path(source).glob("*.safetensors"))
-    if files:
-        return " ".join(digest_of(file) for file in files)
-    return str(getattr(AutoConfig.from_pretrained(source, **_where(recipe.model)), "_commit_hash", None))
+    found = [digest_of(file) for file in files]
+    if not files:
+        found = [str(getattr(AutoConfig.from_pretrained(source, **_where(recipe.model)), "_commit_hash", None))]
+    if recipe.adapter.path is not None:
+        found.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
+    return " ".join(found)
 
 
 def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -304,9 +292,11 @@ def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any
     base, revision = adapter.get("base_model_name_or_path", str(folder)), adapter.get("revision")
     trust = {"trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     if settings.is_file():
         import peft
 
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -7,13 +7,7 @@ from typing import Any
 
 import torch
 
-from gearbox.config import Optim, Schedule, UserError
-
-
-def check_device(optim: Optim, on_gpu: bool) -> None:
-    """Raise UserError for an optimizer that this machine cannot run, before anything is loaded."""
-    if optim.name != "adamw" and not on_gpu:
-        raise UserError(f"optim.name: {optim.name} runs on a GPU only; on a CPU use optim.name=adamw")
+from gearbox.config import Optim, Schedule
 
 
 def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -82,6 +82,12 @@ def family(config: Any, part: Part) -> type:
     return type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__})
 
 
+def outline(config: Any) -> Any:
+    """The whole model, without memory."""
+    with torch.device("meta"):
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
 def cut(model: Any, part: Part) -> None:
     """Leave of the model one stage, in place. Indices of layers and names of parameters stay those of the whole."""
     decoder = model.base_model
@@ -111,11 +117,6 @@ def is_cut(model: torch.nn.Module) -> bool:
 def span(model: Any, part: Part) -> tuple[int, int]:
     """First layer of a stage and the first after it, of a model that is whole."""
     layers = [_numel(layer) for layer in model.base_model.layers]
-    if len(layers) < part.count:
-        raise UserError(
-            f"parallelism_config_pp_size: {part.count} stages, but the model has {len(layers)} layers; give "
-            f"{len(layers)} or fewer"
-        )
     bounds = balance(
         layers,
         part.count,
@@ -152,11 +153,17 @@ def balance(layers: list[int], count: int, before: int, after: int) -> list[int]
 
 
 @torch.no_grad()
-def prove(config: Any) -> None:
-    """Hold the staged forward of a narrow random copy of an architecture against its whole one, a stage a layer.
+def prove(config: Any, num_layers: int, count: int) -> None:
+    """Raise UserError where a model of `num_layers` cannot be cut into `count` stages.
 
-    `config` is the narrow one. Raises UserError where this family cannot be cut.
+    `config` is a narrow one of its architecture: of a random copy the staged forward, a stage a layer, is held against
+    the whole one.
     """
+    if num_layers < count:
+        raise UserError(
+            f"parallelism_config_pp_size: {count} stages, but the model has {num_layers} layers; give {num_layers} or "
+            "fewer"
+        )
     refusal = f"model.name: the family {config.model_type} cannot be cut into stages"
     way_out = "; use accelerate_configs/fsdp.yaml"
     if not getattr(config, "base_model_pp_plan", None):
@@ -168,15 +175,15 @@ def prove(config: Any) -> None:
     positions = (torch.arange(16) % 10).expand(2, 16)  # two documents a row
     try:
         logits = whole(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        count = len(whole.base_model.layers)
+        parts = [Part(index, len(whole.base_model.layers)) for index in range(len(whole.base_model.layers))]
         names: list[str] = []
         hidden: Any = None
-        for index in range(count):
+        for part in parts:
             stage = copy.deepcopy(whole)
-            cut(stage, Part(index, count))
+            cut(stage, part)
             names += [name for name, _ in stage.named_parameters()]
             _receive(stage, hidden)
-            if index < count - 1:
+            if not part.is_last:
                 hidden = stage.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
             else:
                 staged = stage(input_ids=tokens, position_ids=positions, use_cache=False).logits

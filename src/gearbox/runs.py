@@ -64,8 +64,8 @@ class Run:
             )
         if saved["base"] != base:
             raise UserError(
-                f"{self.checkpoint}: its adapter was trained upon other weights than model.name has now; put them "
-                "back, or start anew with run.resume=never"
+                f"{self.checkpoint}: its adapter was trained upon other weights than model.name, or adapter.path, has "
+                "now; put them back, or start anew with run.resume=never"
             )
 
     def says(self, outcome: str, text: str = "") -> None:

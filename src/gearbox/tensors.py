@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gearbox.checkpoint import Piece, Reader
 from gearbox.config import UserError
@@ -51,14 +51,19 @@ def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def whole_parameters(
-    accelerator: Any, bare: torch.nn.Module, only_trainable: bool, gather: Gather = alone
+    accelerator: Any,
+    bare: torch.nn.Module,
+    only_trainable: bool,
+    beside: Container[str] = (),
+    gather: Gather = alone,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
 
-    Trained ones come in their fp32 masters. Persistent buffers come along. Every rank must run it to its end.
+    With only_trainable the frozen ones come where `beside` names them. Trained ones come in their fp32 masters.
+    Persistent buffers come along. Every rank must run it to its end.
     """
     everything = [*_parameters(bare), *_buffers(bare)]
-    wanted = [(name, p) for name, p in everything if p.requires_grad or not only_trainable]
+    wanted = [(name, p) for name, p in everything if p.requires_grad or not only_trainable or name in beside]
     for name, parameter in wanted:
         if isinstance(parameter, DTensor):
             whole = parameter.full_tensor()
@@ -113,6 +118,14 @@ def _buffers(bare: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _is_zero(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+@torch.no_grad()
+def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Give a parameter, or the part of it that this rank holds, its values out of the whole tensor, before prepare."""
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 # --------------------------------------------------------------------------- what a rank holds

@@ -67,10 +67,17 @@ def verify(
 
 
 def _stages(model: Pipeline) -> tuple[list[str], int]:
-    """The layers of each rank's stage, and the bytes of the whole model."""
+    """The layers of each rank's stage, and the bytes of the whole model. UserError where two train one weight."""
     stages = gather(model.layers)
-    sizes = gather({name: p.nbytes for name, p in model.module.named_parameters()})
-    return stages, sum({name: size for part in sizes for name, size in part.items()}.values())
+    held = gather(
+        {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
+    )
+    for name, (_, is_trained) in held[0].items():
+        if is_trained and any(
+            name in theirs for layers, theirs in zip(stages, held, strict=True) if layers != stages[0]
+        ):
+            raise UserError(f"adapter.targets: {name} would lie on two stages; take it out of the list")
+    return stages, sum({name: size for part in held for name, (size, _) in part.items()}.values())
 
 
 def _not_what_was_asked(gear: Gear, wrong: list[str]) -> UserError:
