@@ -61,6 +61,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     recipe = adapters.fetched(recipe)
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
+    if gear.degree("pp") > 1:
+        model.check_stages(recipe, tokenizer, gear.degree("pp"))
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
@@ -76,13 +78,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     name = f"{recipe_path.stem}-{gear.name}"
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
-        source = weights_of(recipe, tokenizer, run.folder, processes)
+        source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
         architecture = model.architecture(source, recipe.model)
         check_architecture(gear, architecture)
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
-        loaded = model.load(source, recipe, tokenizer, backend.precision(gear), backend.loading(gear))
+        loaded = model.load(
+            source, recipe, tokenizer, backend.precision(gear), backend.loading(gear), backend.part(gear)
+        )
         wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
-        bare = accelerator.unwrap_model(wrapped)
+        bare = backend.bare(accelerator, wrapped)
         if run.checkpoint is not None:
             run.restore(bare, wrapped, optimizer, backend.gather)
         facts = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
@@ -153,7 +157,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             after = samples()
 
         trained = tensors.whole_parameters(
-            accelerator, wrapped, only_trainable=recipe.adapter.method != "none",
+            accelerator, bare, only_trainable=recipe.adapter.method != "none",
             beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
         )  # fmt: skip
         model.save(bare, trained, tokenizer, source, model.stored_dtype(architecture), run.folder / "model")
@@ -233,7 +237,13 @@ def fit(
             num_tokens=batch.num_tokens, num_targets=batch.num_targets, loss=loss, skipped=skipped,
         )  # fmt: skip
         log.step(
-            loss=loss, grad_norm=grad_norm, lr=rate, num_tokens=batch.num_tokens, is_spike=is_spike, skipped=skipped
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=rate,
+            num_tokens=batch.num_tokens,
+            is_spike=is_spike,
+            skipped=skipped,
+            **({"idle": model.idle} if gear.degree("pp") > 1 else {}),
         )
         if progress.num_skipped_in_a_row >= recipe.run.max_bad_steps:
             raise UserError(
@@ -266,6 +276,8 @@ def train_step(
     """
     from gearbox import backend
 
+    if gear.degree("pp") > 1:
+        return pipelined_step(gear, accelerator, model, optimizer, batch, max_grad_norm, beat)
     averaged_over = gear.averaged_over * len(batch.micro_batches)
     total = 0.0
     grad_norm = 0.0
@@ -286,6 +298,29 @@ def train_step(
                 optimizer.step()
             optimizer.zero_grad()
     return float(total), grad_norm
+
+
+def pipelined_step(
+    gear: Gear,
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    max_grad_norm: float,
+    beat: Callable[[str], None],
+) -> tuple[float, float]:
+    """The same where the micro batches flow through a pipeline, which takes all of a step at once."""
+    from gearbox import backend
+
+    beat("pipeline")
+    micro_batches = [{name: t.to(accelerator.device) for name, t in micro.items()} for micro in batch.micro_batches]
+    loss = model.step(micro_batches, 1 / max(1, batch.num_targets))
+    beat("gradient norm")
+    grad_norm = backend.clip_gradients(gear, accelerator, model, max_grad_norm) if math.isfinite(loss) else math.nan
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm
 
 
 def tell_of_save(run: Any, log: Any, is_main: bool, **said: Any) -> None:
@@ -328,8 +363,11 @@ def rehearsed(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> str:
-    """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder."""
+def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num_layers: int) -> str:
+    """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder.
+
+    A rehearsal's have num_layers.
+    """
     from gearbox import model
 
     if recipe.model.init == "pretrained":
@@ -339,7 +377,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens))
+                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens), num_layers)
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 
@@ -365,7 +403,7 @@ def print_plan(
         f"{recipe.schedule.name} over {num_steps:,} steps",
     }
     if recipe.run.rehearse:
-        shown["rehearsal"] = "two narrow layers of the architecture, random weights, no network"
+        shown["rehearsal"] = "a few narrow layers of the architecture, random weights, no network"
     shown |= facts | {"run": str(folder)}
     for name, text in shown.items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")

@@ -59,8 +59,9 @@ def test_known_json_keys_are_those_that_deepspeed_reads():
 GEARS = {
     "single": ("single", 0, 1, 1), "ddp": ("ddp", 0, 4, 4), "fsdp": ("fsdp", 0, 2, 2),
     "fsdp_offload": ("fsdp", 0, 2, 2), "hsdp": ("fsdp", 0, 4, 2), "fsdp_tp": ("fsdp", 0, 2, 2),
-    "ring": ("fsdp", 0, 1, 2), "tp": ("tp", 0, 1, 1), "zero1": ("zero", 1, 2, 2), "zero2": ("zero", 2, 2, 2),
-    "zero3": ("zero", 3, 2, 2), "zero3_offload": ("zero", 3, 2, 2), "zero3_nvme": ("zero", 3, 2, 2),
+    "ring": ("fsdp", 0, 1, 2), "tp": ("tp", 0, 1, 1), "pp": ("pp", 0, 1, 1),
+    "zero1": ("zero", 1, 2, 2), "zero2": ("zero", 2, 2, 2), "zero3": ("zero", 3, 2, 2),
+    "zero3_offload": ("zero", 3, 2, 2), "zero3_nvme": ("zero", 3, 2, 2),
     "ulysses": ("zero", 3, 1, 2),
 }  # fmt: skip
 

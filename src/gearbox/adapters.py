@@ -19,6 +19,7 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from gearbox import pipeline
 from gearbox.config import Recipe, UserError, continued
 from gearbox.tensors import fill
 
@@ -110,6 +111,8 @@ def adapted(model: Any, recipe: Recipe) -> Any:
     settings.lora_dropout, settings.revision = adapter.dropout, recipe.model.revision
     linear = _linear_layers(model)
     try:
+        if pipeline.is_cut(model):  # what all-linear means is settled for all stages: one rank saves the settings
+            peft.get_peft_model(pipeline.outline(model.config), settings)
         wrapped = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
@@ -166,6 +169,10 @@ def _fill(model: Any, folder: Path) -> None:
     from peft.utils.integrations import gather_params_ctx
 
     found = load_file(folder / WEIGHTS)
+    if pipeline.is_cut(model):
+        here = {name for name, _ in model.named_modules()}
+        absent = {f"base_model.model.{name}" for name, _ in pipeline.outline(model.config).named_modules()} - here
+        found = {name: tensor for name, tensor in found.items() if name.split(".lora_")[0] not in absent}
     rows = {name: found.pop(name) for name in list(found) if "lora_" not in name}
     where = f"adapter.path: {folder} does not fit the model"
     try:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from gearbox.config import Recipe, UserError
 from gearbox.data import IGNORED
 from gearbox.gear import Gear
+from gearbox.pipeline import Part, Pipeline
 from gearbox.tensors import WHOLE, bare_optimizer
 
 LOADING_TIMEOUT = timedelta(hours=2)  # of a collective until the first step is done; then backend.limit_waiting
@@ -284,6 +285,8 @@ def prepare(
     if gear.degree("sp") > 1:
         _isolate_documents(model)
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
+    if gear.engine == "pp":
+        return _pipeline(gear, accelerator, model), accelerator.prepare(optimizer)
     for module in model.modules() if gear.degree("tp") > 1 else ():
         if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
             # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
@@ -303,6 +306,27 @@ def prepare(
     if type(bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(bare_optimizer(optimizer))
     return model, optimizer
+
+
+def part(gear: Gear) -> Part | None:
+    """Which stage of a pipeline this rank has, None without one."""
+    count = gear.degree("pp")
+    return Part(PartialState().process_index // gear.data_parallel, count) if count > 1 else None
+
+
+def _pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module) -> Pipeline:
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
+    )
+    compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
+    # As DDP's, without its wrapper: on its device, and in autocast.
+    placed = accelerator.prepare_model(model, evaluation_mode=True)
+    return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
+
+
+def bare(accelerator: Accelerator, model: Any) -> Any:
+    """The model as it was before `prepare`."""
+    return model.module if isinstance(model, Pipeline) else accelerator.unwrap_model(model)
 
 
 def settle(accelerator: Accelerator, model: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -421,6 +445,8 @@ def clip_gradients(gear: Gear, accelerator: Accelerator, model: Any, max_norm: f
     """
     if getattr(getattr(model, "optimizer", None), "overflow", False):
         return math.nan
+    if gear.engine == "pp":
+        return model.clip_gradients(max_norm or math.inf)
     if gear.degree("tp") > 1:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norm = _norm_of_parts(gradients)

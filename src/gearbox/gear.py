@@ -329,6 +329,10 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         )
     if gear.degree("sp") > 1 and recipe.model.attention == "eager":
         problems.append(f"{recipe_path}: model.attention: {gear.path} needs sdpa or flash_attention_2, found eager")
+    if gear.engine == "pp" and recipe.model.add_tokens:
+        problems.append(
+            f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:

@@ -26,22 +26,25 @@ def install(model: torch.nn.Module) -> None:
     Without gradients it returns a pair: each token's loss, 0 where it is no target, and whether the most likely token
     is the target, both [B, T]. Without position_ids each row is one document.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
+    A stage of a pipeline before the last has no head, and returns what it hands on: hidden states [B, T, H].
     """
     core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-    head = core.get_output_embeddings()
+    head: Any = core.get_output_embeddings()
     is_adapted = hasattr(head, "base_layer")
-    usual_forward, usual_head = core.forward, head.forward
+    usual_forward, usual_head = core.forward, getattr(head, "forward", core.forward)
     scale, cap = _logit_shape(core.config)
     flash = str(core.config._attn_implementation).startswith("flash")
 
     def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-        if labels is None:
+        if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
-        shape = labels.shape
+        shape = input_ids.shape
         positions = inputs.get("position_ids")
         if flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        if head is None or labels is None:
+            return decoded.last_hidden_state.view(*shape, -1)
         outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
         return outcome if torch.is_grad_enabled() else tuple(part.view(shape) for part in outcome)
 
@@ -72,7 +75,8 @@ def install(model: torch.nn.Module) -> None:
         return torch.cat(losses), torch.cat(hits)
 
     core.forward = types.MethodType(forward, core)
-    head.forward = types.MethodType(head_forward, head)
+    if head is not None:
+        head.forward = types.MethodType(head_forward, head)
 
 
 def check(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:

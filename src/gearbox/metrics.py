@@ -97,6 +97,8 @@ class Metrics:
         if not self.writes:
             return
         text = f"loss {numbers['loss']:.4f}  lr {numbers['lr']:.2e}  {rate:,.0f} tokens/s"
+        if "idle" in numbers:  # of a pipeline
+            text += f"  {numbers['idle']:.0%} idle"
         self.bar.update(self.task, completed=step, text=text)
         if skipped:
             self.screen.print(f"step {step}/{self.num_steps}  not finite, skipped on all ranks")

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.base import get_keys_to_not_convert
 
-from gearbox import adapters, loss
+from gearbox import adapters, loss, pipeline
 from gearbox.checkpoint import digest_of
 from gearbox.config import ROOT, Model, Recipe, UserError
 
@@ -110,23 +111,23 @@ def unreachable(name: str, error: Exception) -> UserError:
     return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
 
 
-def narrowed(config: Any, tokenizer: Any, num_added: int = 0) -> Any:
-    """The same architecture for a rehearsal: two layers, width 64, as many query heads a key head as before.
+def narrowed(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 2) -> Any:
+    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before.
 
     Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
     """
-    heads = 4
+    heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     narrow = {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": 64 // heads,
         "vocab_size": len(tokenizer) - num_added,
-        "layer_types": config.layer_types[:2] if getattr(config, "layer_types", None) else None,
-        "max_window_layers": 2,
+        "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
+        "max_window_layers": num_layers,
     }
     for key, value in narrow.items():
         if getattr(config, key, None) is not None:
@@ -135,6 +136,13 @@ def narrowed(config: Any, tokenizer: Any, num_added: int = 0) -> Any:
         setattr(config, key, getattr(tokenizer, key))
     config.dtype = torch.float32
     return config
+
+
+def check_stages(recipe: Recipe, tokenizer: Any, count: int) -> None:
+    """Raise UserError where the model cannot be cut into so many stages of a pipeline."""
+    config = load_config(recipe.model, recipe.run.rehearse)
+    num_layers = config.num_hidden_layers
+    pipeline.prove(narrowed(config, tokenizer, num_layers=3), num_layers, count)
 
 
 def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
@@ -153,11 +161,18 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def load(source: str, recipe: Recipe, tokenizer: Any, precision: str, placing: dict[str, Any]) -> torch.nn.Module:
+def load(
+    source: str,
+    recipe: Recipe,
+    tokenizer: Any,
+    precision: str,
+    placing: dict[str, Any],
+    part: pipeline.Part | None = None,
+) -> torch.nn.Module:
     """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
 
-    Full fine-tuning loads fp32 masters (bf16 if the recipe says so); an adapter's frozen base comes in the precision
-    of the forward pass, and the adapter itself in fp32.
+    With `part` it is one stage of a pipeline alone. Full fine-tuning loads fp32 masters (bf16 if the recipe says so);
+    an adapter's frozen base comes in the precision of the forward pass, and the adapter itself in fp32.
     """
     settings, masters = recipe.model, recipe.optim.master_weights
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -166,8 +181,14 @@ def load(source: str, recipe: Recipe, tokenizer: Any, precision: str, placing: d
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings), **placing}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
+    family = AutoModelForCausalLM
+    if part is not None:
+        config = AutoConfig.from_pretrained(source, **_where(settings))
+        family = pipeline.family(config, part)
+        if settings.quantize:  # what stays as it is (the head) would be guessed anew for each stage
+            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(pipeline.outline(config))
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(source, **_where(settings), use_safetensors=True, **options)
+        loaded = family.from_pretrained(source, **_where(settings), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
@@ -225,6 +246,11 @@ def save(
     aside = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     if is_adapter:
+        if pipeline.is_cut(model):
+            import peft
+
+            # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
+            model = peft.get_peft_model(pipeline.outline(model.config), model.peft_config["default"])
         model.peft_config["default"].base_model_name_or_path = source
         # "auto" would ask the hub for the size of the base's vocabulary.
         has_rows = any("lora_" not in name for name in weights)

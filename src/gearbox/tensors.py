@@ -51,14 +51,17 @@ def bytes_held(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def whole_parameters(
-    accelerator: Any, model: Any, only_trainable: bool, beside: Container[str] = (), gather: Gather = alone
+    accelerator: Any,
+    bare: torch.nn.Module,
+    only_trainable: bool,
+    beside: Container[str] = (),
+    gather: Gather = alone,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
 
     With only_trainable the frozen ones come where `beside` names them. Trained ones come in their fp32 masters.
     Persistent buffers come along. Every rank must run it to its end.
     """
-    bare = accelerator.unwrap_model(model)
     everything = [*_parameters(bare), *_buffers(bare)]
     wanted = [(name, p) for name, p in everything if p.requires_grad or not only_trainable or name in beside]
     for name, parameter in wanted:

@@ -8,9 +8,10 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from gearbox.backend import precision
+from gearbox.backend import gather, precision
 from gearbox.config import Recipe, UserError
 from gearbox.gear import Gear
+from gearbox.pipeline import Pipeline
 from gearbox.tensors import bytes_held
 
 
@@ -51,11 +52,32 @@ def verify(
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if kept > trainable / gear.num_processes * 1.1 + 1000:
             wrong.append(f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights")
+    if gear.engine == "pp":
+        stages, whole = _stages(model)
+        if len({*stages}) != gear.degree("pp"):
+            wrong.append(f"stages: asked for {gear.degree('pp')}, running {stages}")
+        facts["stages"] = ("layers " + ", ".join(dict.fromkeys(stages)),) * 2
+        share = model.bubble(accumulation)
+        facts["bubble"] = (f"(p-1)/(m+p-1) = {share:.0%} of a step idle, if all stages are as fast",) * 2
     if wrong:
         raise _not_what_was_asked(gear, wrong)
     shown = {name: _name(found) for name, (_, found) in facts.items()}
     parameters = f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
     return shown | {"parameters on this rank": parameters}
+
+
+def _stages(model: Pipeline) -> tuple[list[str], int]:
+    """The layers of each rank's stage, and the bytes of the whole model. UserError where two train one weight."""
+    stages = gather(model.layers)
+    held = gather(
+        {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
+    )
+    for name, (_, is_trained) in held[0].items():
+        if is_trained and any(
+            name in theirs for layers, theirs in zip(stages, held, strict=True) if layers != stages[0]
+        ):
+            raise UserError(f"adapter.targets: {name} would lie on two stages; take it out of the list")
+    return stages, sum({name: size for part in held for name, (size, _) in part.items()}.values())
 
 
 def _not_what_was_asked(gear: Gear, wrong: list[str]) -> UserError:
@@ -70,8 +92,9 @@ def _name(value: Any) -> str:
 def _engine_asked(gear: Gear) -> str:
     engine = {
         "single": "one device", "ddp": "DDP", "fsdp": "FSDP2", "zero": f"ZeRO-{gear.zero_stage}", "tp": "one model",
+        "pp": f"pipeline, {gear.schedule}",
     }[gear.engine]  # fmt: skip
-    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "sp")} | {"offload": gear.offload}
+    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "sp", "pp")} | {"offload": gear.offload}
     return _described(engine, degrees)
 
 
@@ -87,7 +110,7 @@ def _engine_running(model: Any) -> str:
     from torch.nn.parallel import DistributedDataParallel
 
     meshes = {p.device_mesh: p.placements for p in model.parameters() if isinstance(p, DTensor)}
-    degrees: dict[str, Any] = {"dp_replicate": 1, "tp": 1, "sp": 1, "offload": None}
+    degrees: dict[str, Any] = {"dp_replicate": 1, "tp": 1, "sp": 1, "pp": 1, "offload": None}
     for mesh, placements in meshes.items():
         for i, name in enumerate(mesh.mesh_dim_names or ()):
             if name == "tp" or (name == "dp_replicate" and placements[i].is_replicate()):
@@ -95,6 +118,8 @@ def _engine_running(model: Any) -> str:
     engine = "one model" if degrees["tp"] > 1 else "one device"
     if isinstance(model, DistributedDataParallel):
         engine = "DDP"
+    elif isinstance(model, Pipeline):
+        engine, degrees["pp"] = f"pipeline, {model.schedule}", model.part.count
     elif isinstance(model, FSDPModule):
         engine = "FSDP2"
         param_groups = [
