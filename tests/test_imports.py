@@ -111,20 +111,7 @@ def test_engines_are_named_in_gear_backend_and_tensors_alone():
 
 @pytest.mark.parametrize(
     "part",
-    [
-        "data",
-        "model",
-        "loss",
-        "optim",
-        "tasks",
-        "sources",
-        "forms",
-        "supervision",
-        "preview",
-        "report",
-        "checkpoint",
-        "parity",
-    ],
+    "data model loss optim tasks sources forms supervision preview report checkpoint parity".split(),
 )
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()
