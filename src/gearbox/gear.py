@@ -144,6 +144,18 @@ class Gear:
         return filled
 
 
+def gear_names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def gear_path(name: str) -> Path:
+    """Of a gear of accelerate_configs/ by its name, or of any by its path, which ends in .yaml."""
+    known = gear_names()
+    if not name.endswith(".yaml") and name not in known:
+        raise UserError(f"{name}: there is no such gear{nearest(name, known) or '; the gears: ' + ', '.join(known)}")
+    return Path(name) if name.endswith(".yaml") else ROOT / "accelerate_configs" / f"{name}.yaml"
+
+
 def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     """Read and check a gear; `flags` are the launcher's, which beat the file. Raises UserError with every problem."""
     flags = flags or {}
