@@ -329,7 +329,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any) -> 
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens))
+                config = model.narrowed(config, tokenizer, num_added=len(recipe.model.add_tokens))
             model.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 

@@ -14,6 +14,7 @@ SIDEWAYS = {
     ("loss", "data"): "IGNORED: the label that one writes and the other skips",
     ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
     ("model", "loss"): "a model is loaded with its loss installed",
+    ("model", "adapters"): "and with its adapter",
     ("backend", "gear"): "the engine runs what the gear asks for",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
     ("sources", "tasks"): "the built-in data, imported only where it is asked for",
@@ -109,7 +110,20 @@ def test_engines_are_named_in_gear_backend_and_tensors_alone():
 
 @pytest.mark.parametrize(
     "part",
-    ["data", "model", "loss", "optim", "tasks", "sources", "forms", "supervision", "preview", "report", "checkpoint"],
+    [
+        "data",
+        "model",
+        "adapters",
+        "loss",
+        "optim",
+        "tasks",
+        "sources",
+        "forms",
+        "supervision",
+        "preview",
+        "report",
+        "checkpoint",
+    ],
 )
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
@@ -69,6 +70,13 @@ class Gear:
     def zero_stage(self) -> int:
         """0 where the engine is not ZeRO."""
         return int((self.zero_json or {}).get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state lies in the host's memory, or on a disk."""
+        moved = (self.zero_json or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+        fsdp = self.settings.get("fsdp_config") or {}
+        return moved.get("device", "none") != "none" or fsdp.get("fsdp_offload_params") is True
 
     @property
     def precision(self) -> str:
@@ -198,6 +206,41 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+class Refusal(NamedTuple):
+    """A recipe and a gear that cannot be joined: when they meet, and what of the recipe to change into what."""
+
+    meets: Callable[[Gear, Recipe], bool]
+    text: str
+
+
+REFUSALS = [
+    Refusal(
+        lambda gear, recipe: gear.zero_stage > 0 and recipe.optim.master_weights == "bf16",
+        "optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.zero_stage > 0 and recipe.optim.name.endswith("8bit"),
+        "optim.name: 8-bit states are scaled in blocks, which under ZeRO lie across parameters, so that no checkpoint "
+        "could hold them by parameter; use adamw or paged_adamw, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.offloads and recipe.optim.name != "adamw",
+        "optim.name: this gear keeps the optimizer in the host's memory, where the 8-bit and paged kinds are of no "
+        "use; use adamw, or the same gear without offload",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.zero_stage == 3 and recipe.method == "qdora",
+        "adapter.method: QDoRA cannot run under ZeRO-3: PEFT puts other 4-bit weights in place of those that the "
+        "engine knows; use lora (QLoRA), or the fsdp or zero2 gear",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.adapter.method == "dora" and bool(recipe.model.add_tokens),
+        "model.add_tokens: DoRA divides by the norm of each of the head's rows, and those of padding are zero; use "
+        "adapter.method=lora",
+    ),
+]
+
+
 def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: int, micro_rows: int) -> None:
     """Raise UserError where the JSON or the environment contradicts the recipe, or both cannot be joined."""
     problems = []
@@ -213,10 +256,7 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             found = gear.zero_json.get(key, "auto")
             if found != "auto" and found != owned[key]:
                 problems.append(f'{gear.zero_path}: {key}: is {found}, but {owner} says {owned[key]}; write "auto"')
-        if recipe.optim.master_weights == "bf16":
-            problems.append(
-                f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
-            )
+    problems += [f"{recipe_path}: {refusal.text}" for refusal in REFUSALS if refusal.meets(gear, recipe)]
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:
