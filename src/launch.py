@@ -19,8 +19,9 @@ from typing import IO, Any
 import psutil
 
 from gearbox import command
+from gearbox.compatibility import check_against
 from gearbox.config import ROOT, UserError, accumulation, load_recipe
-from gearbox.gear import check_against, gear_names, gear_path, load_gear
+from gearbox.gear import gear_names, gear_path, load_gear
 
 TRAIN = ROOT / "src" / "train.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

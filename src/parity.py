@@ -17,8 +17,9 @@ from rich.markup import escape
 
 import launch
 from gearbox import command
+from gearbox.compatibility import check_against
 from gearbox.config import Recipe, UserError, accumulation, load_recipe
-from gearbox.gear import Gear, check_against, gear_path, load_gear
+from gearbox.gear import Gear, gear_path, load_gear
 
 USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")

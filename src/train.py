@@ -18,8 +18,9 @@ from uuid import uuid4
 from rich.markup import escape
 
 from gearbox import command, watch
+from gearbox.compatibility import check_against, check_architecture
 from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
-from gearbox.gear import Gear, check_against, check_architecture, find_gear
+from gearbox.gear import Gear, find_gear
 from gearbox.redact import redact
 
 

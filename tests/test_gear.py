@@ -15,8 +15,9 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
 from gearbox import gear as gears
+from gearbox.compatibility import check_against
 from gearbox.config import ROOT, UserError, load_recipe
-from gearbox.gear import check_against, find_gear, load_gear
+from gearbox.gear import find_gear, load_gear
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
@@ -189,11 +190,51 @@ def test_accumulation_of_the_environment_must_be_the_recipes(monkeypatch):
         check_against(gear, recipe, RECIPE, 2, 1)
 
 
-def test_zero_refuses_bf16_masters_and_other_gears_take_them():
-    recipe = load_recipe(RECIPE, ["optim.master_weights=bf16"])
-    check_against(load_gear(ROOT / "accelerate_configs" / "fsdp.yaml"), recipe, RECIPE, 4, 2)
-    with pytest.raises(UserError, match="ZeRO always keeps fp32 masters"):
-        check_against(load_gear(ROOT / "accelerate_configs" / "zero1.yaml"), recipe, RECIPE, 4, 2)
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusing", "taking", "said"),
+    [
+        (["optim.master_weights=bf16"], ["zero1", "zero2", "zero3"], ["fsdp", "ddp"], "ZeRO always keeps fp32 masters"),
+        (
+            ["optim.name=adamw_8bit"],
+            ["zero1", "zero3"],
+            ["fsdp", "ddp", "single"],
+            "use adamw or paged_adamw, or the fsdp",
+        ),
+        (["optim.name=paged_adamw_8bit"], ["zero2"], ["fsdp"], "use adamw or paged_adamw, or the fsdp gear"),
+        (["optim.name=paged_adamw"], ["offload"], ["zero2", "zero3", "fsdp"], "use adamw, or the same gear without"),
+        (
+            ["adapter.method=dora", "model.quantize=nf4"],
+            ["zero3"],
+            ["zero2", "fsdp", "ddp"],
+            "use lora (QLoRA), or",
+        ),
+        (["adapter.method=lora", "model.quantize=nf4"], [], ["zero3"], ""),
+        (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),
+        (["adapter.method=dora", "model.add_tokens=[x]"], ["single", "fsdp"], [], "use adapter.method=lora"),
+        (["adapter.method=lora", "model.add_tokens=[x]"], [], ["single", "zero3"], ""),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(tmp_path, overrides, refusing, taking, said):
+    recipe = load_recipe(RECIPE, overrides)
+    for name in refusing:
+        path = ROOT / "accelerate_configs" / f"{name}.yaml"
+        gear = load_gear(path if path.exists() else written(tmp_path, "zero2", {"zero_optimization": OFFLOAD}))
+        with pytest.raises(UserError, match=re.escape(said)) as caught:
+            check_against(gear, recipe, RECIPE, 4, 2)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{RECIPE}: ")
+    for name in taking:
+        check_against(load_gear(ROOT / "accelerate_configs" / f"{name}.yaml"), recipe, RECIPE, 4, 2)
+
+
+def test_fsdp_offload_is_offload():
+    gear = load_gear(ROOT / "accelerate_configs/fsdp.yaml")
+    assert not gear.offloads
+    gear.settings["fsdp_config"]["fsdp_offload_params"] = True
+    with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in the host's memory"):
+        check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, 4, 2)
 
 
 def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):

@@ -19,7 +19,9 @@ SIDEWAYS = {
     ("backend", "pipeline"): "the engine of its gear",
     ("verification", "pipeline"): "and what is held against it",
     ("pipeline", "data"): "IGNORED: the label of what fills up a row",
+    ("model", "adapters"): "and with its adapter",
     ("backend", "gear"): "the engine runs what the gear asks for",
+    ("compatibility", "gear"): "what a gear cannot be joined with",
     ("adapters", "tensors"): "first values are given whole, whichever part a rank holds",
     ("backend", "data"): "IGNORED: what fills a row up has no targets",
     ("command", "gear"): "a refusal is printed after the launcher's own last words",
@@ -52,7 +54,7 @@ SIDEWAYS = {
     ("parity", "report"): "and shown on a page of the same kind",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
-LIGHT = ["command", "config", "gear", "progress", "redact", "watch"]
+LIGHT = ["command", "compatibility", "config", "gear", "progress", "redact", "watch"]
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}
@@ -123,7 +125,7 @@ def test_engines_are_named_in_four_parts_alone():
 
 @pytest.mark.parametrize(
     "part",
-    "data model loss optim tasks sources forms supervision preview report checkpoint parity".split(),
+    "data model adapters loss optim tasks sources forms supervision preview report checkpoint parity".split(),
 )
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()

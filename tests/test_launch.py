@@ -97,7 +97,8 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(shell, tmp_path, gear):
         ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
         ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
         ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
-        ("train.py optim.name=adamw_8bit", "adamw_8bit runs on a GPU only; on a CPU use optim.name=adamw"),
+        ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
+        ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
         ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),
         ("launch.py", "usage: python src/launch.py GEAR [RECIPE]"),
         ("launch.py ddp --num_processes 3", "write the launcher's flags as --num_processes=VALUE"),
@@ -116,10 +117,10 @@ def test_python_src_says_it_in_one_line_with_code_2(shell, tmp_path, line, said)
 
 def test_launch_says_what_only_the_ranks_can_know(shell, small, tmp_path):
     """Found after the start of torch, by all ranks: still one line, still code 2."""
-    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small} optim.name=paged_adamw")
+    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small} 'model.add_tokens=[<|end|>]'")
     assert outcome.returncode == 2
     assert last_line(outcome.stderr) == (
-        "gearbox: optim.name: paged_adamw runs on a GPU only; on a CPU use optim.name=adamw"
+        "gearbox: model.add_tokens: '<|end|>' is a token of recipes/tiny already; take it out"
     )
     assert not (tmp_path / "runs").exists(), "no half-written folder"
 

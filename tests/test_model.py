@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from safetensors.torch import load_file
 
 from gearbox import loss, model, tasks
-from gearbox.config import ROOT, Adapter, Model, UserError
+from gearbox.config import ROOT, Model, UserError, load_recipe
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
 TINY = Model(name=str(ROOT / "recipes/tiny"))
@@ -100,18 +100,6 @@ def test_unknown_logits_are_refused(train, gemma, monkeypatch):
     assert "shapes its logits in a way that Gearbox does not know" in outcome.output
 
 
-def test_an_adapter_on_the_head_is_refused(tmp_path):
-    config = model.narrowed(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), TOKENIZER)
-    model.write_random(config, TOKENIZER, 0, tmp_path / "base")
-    adapter = Adapter(method="lora", targets=["q_proj", "lm_head"])
-    with pytest.raises(UserError, match="an adapter on the output head is not supported"):
-        model.load(str(tmp_path / "base"), Model(name="x"), adapter, 0, "no", "fp32")
-    with pytest.raises(UserError, match=r"adapter\.targets: .*nothing_such"):
-        model.load(
-            str(tmp_path / "base"), Model(name="x"), Adapter(method="lora", targets=["nothing_such"]), 0, "no", "fp32"
-        )
-
-
 class Payload:
     def __init__(self, path):
         self.path = path
@@ -125,9 +113,9 @@ def a_model(folder):
     return folder
 
 
-def loaded(folder, **changes):
-    settings = Model(name=str(folder), **changes)
-    return model.load(str(folder), settings, Adapter(), 0, "no", "fp32")
+def loaded(folder):
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", [f"model.name={folder}"])
+    return model.load(str(folder), recipe, TOKENIZER, "no")
 
 
 def test_pickled_weights_are_refused_and_do_not_run(tmp_path):

@@ -13,6 +13,7 @@ from gearbox.progress import Progress
 # A constant rate does not depend on the number of steps, so runs of other lengths are parts of each other.
 STEPS = ("schedule.name=constant", "optim.lr=1e-2", "save.every=2", "run.name=cut")
 METHODS = {"full": (), "lora": ("adapter.method=lora",), "qlora": ("adapter.method=lora", "model.quantize=nf4")}
+QDORA = ("adapter.method=dora", "model.quantize=nf4")
 DROPOUT = ("adapter.method=lora", "adapter.dropout=0.2")
 
 
@@ -66,7 +67,8 @@ def assert_equal(outcome, reference):
         ("zero2", 3, ()),
         ("zero3", 3, ()),
         ("zero3", 2, DROPOUT),
-        ("fsdp", 2, METHODS["qlora"]),
+        ("fsdp", 2, QDORA),
+        ("zero3", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
     ],
 )
 def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, changes):

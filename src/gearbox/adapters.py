@@ -117,6 +117,11 @@ def adapted(model: Any, recipe: Recipe) -> Any:
     except ValueError as error:
         raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
     _draw(wrapped, recipe.train.seed)
+    if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
+        raise UserError(
+            "adapter.targets: DoRA divides by the norm of each of the head's rows, and those of padding are zero; take "
+            "the head out, or use adapter.method=lora"
+        )
     if adapter.path is not None:
         reached = {name.removeprefix("base_model.model.") for name, _ in wrapped.named_modules()}
         left_out = [name for name in linear if f"{name}.base_layer" not in reached]
@@ -159,7 +164,7 @@ def _targets(model: Any, recipe: Recipe) -> str | list[str]:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in layers]
     if targets == "all-linear":
-        return [*_linear_layers(model), *names]
+        return sorted({name.rpartition(".")[2] for name in _linear_layers(model)} | set(names))
     return [*targets, *names] if isinstance(targets, list) else rf"{targets}|(.*\.)?({'|'.join(map(re.escape, names))})"
 
 

@@ -207,7 +207,7 @@ def start(gear: Gear, recipe: Recipe, accumulation: int, micro_rows: int) -> Acc
     )
     os.environ.pop(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None
-    )  # checked by gear.check_against; it would beat the plugin
+    )  # checked by compatibility.check_against; it would beat the plugin
     if gear.engine == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
 

@@ -195,7 +195,7 @@ class Batch(Group):
 
 class Optim(Group):
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
-    """The 8bit and paged kinds are bitsandbytes' and need a GPU."""
+    """The others are bitsandbytes': 8bit keeps a byte a moment, paged moves the state out of a full GPU's memory."""
     lr: Float = Field(gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -203,7 +203,7 @@ class Optim(Group):
     eps: Float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: Float = Field(0.0, ge=0)
-    """Decoupled weight decay; biases and norms are exempt."""
+    """Decoupled weight decay; biases, norms and DoRA's magnitudes are exempt."""
     max_grad_norm: Float = Field(1.0, ge=0)
     """Clip the gradient to this L2 norm over all weights; 0 does not clip."""
     master_weights: Literal["fp32", "bf16"] = "fp32"

@@ -1,4 +1,4 @@
-"""The gear: how to run. Reads an Accelerate config and its ZeRO JSON and holds them against the recipe.
+"""The gear: how to run. Reads an Accelerate config and its ZeRO JSON.
 
 With `backend`, the only module that may name an engine. Nothing here imports torch, so that a wrong key, which
 Accelerate and DeepSpeed drop in silence, is reported in well under a second.
@@ -6,7 +6,6 @@ Accelerate and DeepSpeed drop in silence, is reported in well under a second.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -313,76 +312,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return content
-
-
-def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: int, micro_rows: int) -> None:
-    """Raise UserError where the JSON or the environment contradicts the recipe, or both cannot be joined."""
-    problems = []
-    if gear.zero_json is not None:
-        owned = gear.filled_json(recipe, accumulation, micro_rows, gear.precision)
-        keys = {
-            "gradient_clipping": f"optim.max_grad_norm of {recipe_path}",
-            "gradient_accumulation_steps": "what batch.rows, batch.micro_rows and the ranks give",
-            "train_micro_batch_size_per_gpu": f"batch.micro_rows of {recipe_path}",
-            "train_batch_size": f"batch.rows of {recipe_path}, filled up to whole micro batches",
-        }
-        for key, owner in keys.items():
-            found = gear.zero_json.get(key, "auto")
-            if found != "auto" and found != owned[key]:
-                problems.append(f'{gear.zero_path}: {key}: is {found}, but {owner} says {owned[key]}; write "auto"')
-        if recipe.optim.master_weights == "bf16":
-            problems.append(
-                f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
-            )
-    if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and micro_rows > 1:
-        problems.append(
-            f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
-            f"{gear.path} cuts each row over ranks; use 1"
-        )
-    if gear.degree("sp") > 1 and recipe.model.attention == "eager":
-        problems.append(f"{recipe_path}: model.attention: {gear.path} needs sdpa or flash_attention_2, found eager")
-    if gear.engine == "pp" and recipe.model.add_tokens:
-        problems.append(
-            f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
-        if recipe.model.quantize:
-            problems.append(f"{recipe_path}: model.quantize: {recipe.model.quantize} {hint} null")
-        if recipe.optim.name != "adamw":
-            problems.append(f"{recipe_path}: optim.name: {recipe.optim.name} {hint} adamw")
-    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    found = os.environ.get(variable, "auto")
-    # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.
-    if gear.zero_json is None and found not in ("auto", str(accumulation)):
-        problems.append(f"{variable}={found} in the environment, but {recipe_path} gives {accumulation}; unset it")
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-def check_architecture(gear: Gear, config: Any) -> None:
-    """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks."""
-    tp, sp = gear.degree("tp"), gear.degree("sp")
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    named = f"{heads} attention heads" + (f" and {key_heads} key heads" if key_heads != heads else "")
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if tp > 1 and (not plan or any(style.startswith("packed") for style in plan.values())):
-        why = "fuses matrices that would be cut apart" if plan else "has no plan for it in transformers"
-        raise UserError(f"{gear.path}: tensor parallelism: {config.model_type} {why}; use accelerate_configs/fsdp.yaml")
-    if heads % tp or key_heads % tp:
-        fits = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
-        raise _does_not_divide(gear, "tp", named, fits)
-    if heads % sp or (key_heads % sp and sp % key_heads):
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
-        raise _does_not_divide(gear, "sp", named, fits)
-
-
-def _does_not_divide(gear: Gear, name: str, what: str, fits: list[int]) -> UserError:
-    return UserError(
-        f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {what}; "
-        f"{' or '.join(map(str, fits))} would"
-    )
 
 
 def find_gear() -> Gear:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from gearbox.config import Optim, Schedule
 
 
 def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW over the trainable weights, biases and norms exempt from decay."""
+    """AdamW over the trainable weights; biases, norms and DoRA's magnitudes, which zero is no rest for, never decay."""
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
     seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
     for module in model.modules():
-        is_norm = "norm" in type(module).__name__.lower()
+        is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
@@ -28,6 +29,8 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
         return torch.optim.AdamW(groups, **numbers)
     import bitsandbytes
 
+    # On a CPU a rehearsal takes the same steps in the memory that it has.
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
     bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
     return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
 

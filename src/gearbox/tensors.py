@@ -268,7 +268,8 @@ def _states(bare: torch.nn.Module, optimizer: Any) -> Any:
             mapping = parameter._hp_mapping
             (flat,) = base.param_groups[mapping.param_group_index]["params"]
             place = (0, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
-            return {key: t.narrow(*place) for key, t in base.state.get(flat, {}).items() if t.dim()}
+            kept = base.state.get(flat, {})
+            return {key: t.narrow(*place) for key, t in kept.items() if isinstance(t, torch.Tensor) and t.dim()}
         kept = base.state.get(by_parameter[id(parameter)], {})
         return {key: t.to_local() if isinstance(t, DTensor) else t for key, t in kept.items()}
 
@@ -372,9 +373,10 @@ def _make_zero_state(zero: Any, optimizer: Any, saved: Reader) -> bool:
     if any(count != counts[0] for count in counts) or any("@" in kind for kind in kinds):
         return False
     if kinds:
+        made = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes': paged, if it is
         flats = getattr(zero, "fp32_partitioned_groups_flat", None)
         for flat in flats or [p for group in base.param_groups for p in group["params"]]:
-            base.state[flat].update({kind: torch.zeros_like(flat) for kind in kinds})
+            base.state[flat].update({kind: made(flat) for kind in kinds})
             base.state[flat].update({key: _scalar(kept) for key, kept in counts[0].items()})
     return True
 
