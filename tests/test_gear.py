@@ -231,7 +231,7 @@ def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(tmp_path, ov
 
 def test_fsdp_offload_is_offload():
     gear = load_gear(ROOT / "accelerate_configs/fsdp.yaml")
-    assert not gear.offloads
+    assert gear.offload is None
     gear.settings["fsdp_config"]["fsdp_offload_params"] = True
     with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in the host's memory"):
         check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, 4, 2)
