@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIP
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from rich.markup import escape
 
 from gearbox import command, watch
 from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
-from gearbox.gear import Gear, check_against, find_gear
+from gearbox.gear import Gear, check_against, check_architecture, find_gear
 from gearbox.redact import redact
 
 
@@ -45,6 +46,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         metrics,
         model,
         optim,
+        pipeline,
         preview,
         report,
         runs,
@@ -61,8 +63,6 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     recipe = adapters.fetched(recipe)
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
-    if gear.degree("pp") > 1:
-        model.check_stages(recipe, tokenizer, gear.degree("pp"))
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
@@ -79,7 +79,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     name = f"{recipe_path.stem}-{gear.name}"
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
         source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
-        dtype = model.stored_dtype(source, recipe.model)
+        architecture = model.architecture(source, recipe.model)
+        check_architecture(gear, architecture)
+        if gear.degree("pp") > 1:
+            pipeline.prove(model.narrowed(copy.deepcopy(architecture), tokenizer, num_layers=3))
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe, tokenizer, backend.precision(gear), backend.loading(gear), backend.part(gear)
@@ -159,7 +162,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             accelerator, bare, only_trainable=recipe.adapter.method != "none",
             beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
         )  # fmt: skip
-        model.save(bare, trained, tokenizer, source, dtype, run.folder / "model")
+        model.save(bare, trained, tokenizer, source, model.stored_dtype(architecture), run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:

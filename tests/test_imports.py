@@ -15,6 +15,7 @@ SIDEWAYS = {
     ("evaluation", "data"): "held-out rows are dealt exactly like training rows",
     ("model", "loss"): "a model is loaded with its loss installed",
     ("adapters", "pipeline"): "a stage has the adapters of its own layers",
+    ("model", "adapters"): "and with its adapter",
     ("model", "pipeline"): "a stage is loaded as a model of its own",
     ("backend", "pipeline"): "the engine of its gear",
     ("verification", "pipeline"): "and what is held against it",

@@ -63,7 +63,23 @@ def assert_same(outcome, reference, loss_tolerance: float, weight_tolerance: flo
 
 @pytest.mark.parametrize(
     ("gear", "ranks"),
-    [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 2)],
+    [
+        ("ddp", 2),
+        ("ddp", 3),
+        ("ddp", 4),
+        ("fsdp", 2),
+        ("fsdp", 3),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("fsdp_offload", 2),
+        ("zero3_offload", 2),
+        ("hsdp", 4),
+        ("tp", 2),
+        ("fsdp_tp", 4),
+        ("ulysses", 2),
+        ("ulysses", 4),
+    ],
 )
 def test_full(train, single, gear, ranks):
     reference = single("full", train)

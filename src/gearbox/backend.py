@@ -81,6 +81,8 @@ def check_ranks(gear: Gear) -> None:
         )
     if gear.engine == "single" and ranks > 1:
         raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
+    if gear.offload == "nvme":
+        _check_disk(gear)
     if not is_rehearsal():
         num_gpus = torch.cuda.device_count()
         if local_ranks > num_gpus:
@@ -91,6 +93,24 @@ def check_ranks(gear: Gear) -> None:
             f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: look at "
             "nvidia-smi and the torch build; CUDA_VISIBLE_DEVICES= (empty) rehearses on the CPU"
         )
+
+
+def _check_disk(gear: Gear) -> None:
+    """Raise UserError unless DeepSpeed can move tensors to the disk that the gear names."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            f"{gear.path}: DeepSpeed's disk operations need libaio and a compiler: apt-get install libaio-dev g++ "
+            "ninja-build (they are built once, for minutes), or use accelerate_configs/zero3_offload.yaml"
+        )
+    assert gear.zero_json is not None
+    for part in ("offload_optimizer", "offload_param"):
+        path = gear.zero_json["zero_optimization"].get(part, {}).get("nvme_path")
+        if path is not None and not os.access(
+            next(p for p in [Path(path), *Path(path).parents] if p.exists()), os.W_OK
+        ):
+            raise UserError(f"{gear.zero_path}: {part}.nvme_path: {path} cannot be written; name a local disk")
 
 
 def start_processes(gear: Gear) -> PartialState:

@@ -326,6 +326,13 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         problems.append(
             f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
         )
+    if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and micro_rows > 1:
+        problems.append(
+            f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
+            f"{gear.path} cuts each row over ranks; use 1"
+        )
+    if gear.degree("sp") > 1 and recipe.model.attention == "eager":
+        problems.append(f"{recipe_path}: model.attention: {gear.path} needs sdpa or flash_attention_2, found eager")
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:
@@ -339,6 +346,41 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         problems.append(f"{variable}={found} in the environment, but {recipe_path} gives {accumulation}; unset it")
     if problems:
         raise UserError("\n".join(problems))
+
+
+def check_architecture(gear: Gear, config: Any) -> None:
+    """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks."""
+    tp, sp, pp = gear.degree("tp"), gear.degree("sp"), gear.degree("pp")
+    if pp > 1 and not getattr(config, "base_model_pp_plan", None):
+        raise UserError(
+            f"{gear.path}: a pipeline: {config.model_type} has no plan for it in transformers; use "
+            "accelerate_configs/fsdp.yaml"
+        )
+    if pp > config.num_hidden_layers:
+        raise UserError(
+            f"{gear.path}: parallelism_config_pp_size: {pp} stages, but this model has {config.num_hidden_layers} "
+            f"layers; {config.num_hidden_layers} or fewer would do"
+        )
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    named = f"{heads} attention heads" + (f" and {key_heads} key heads" if key_heads != heads else "")
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if tp > 1 and (not plan or any(style.startswith("packed") for style in plan.values())):
+        why = "fuses matrices that would be cut apart" if plan else "has no plan for it in transformers"
+        raise UserError(f"{gear.path}: tensor parallelism: {config.model_type} {why}; use accelerate_configs/fsdp.yaml")
+    if heads % tp or key_heads % tp:
+        fits = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
+        raise _does_not_divide(gear, "tp", named, fits)
+    if heads % sp or (key_heads % sp and sp % key_heads):
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
+        raise _does_not_divide(gear, "sp", named, fits)
+
+
+def _does_not_divide(gear: Gear, name: str, what: str, fits: list[int]) -> UserError:
+    return UserError(
+        f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {what}; "
+        f"{' or '.join(map(str, fits))} would"
+    )
 
 
 def find_gear() -> Gear:
