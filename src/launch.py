@@ -14,13 +14,13 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from gearbox import command
-from gearbox.config import ROOT, UserError, accumulation, load_recipe, nearest
-from gearbox.gear import check_against, load_gear
+from gearbox.config import ROOT, UserError, accumulation, load_recipe
+from gearbox.gear import check_against, gear_names, gear_path, load_gear
 
 TRAIN = ROOT / "src" / "train.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -29,15 +29,10 @@ SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
 
 
 def main(arguments: list[str]) -> int:
-    gears = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"usage: python src/launch.py GEAR [RECIPE] [key.sub=value ...]; the gears: {', '.join(gears)}")
-    path = Path(arguments[0])
-    if path.suffix != ".yaml":
-        if arguments[0] not in gears:
-            hint = nearest(arguments[0], gears)
-            raise UserError(f"{arguments[0]}: there is no such gear{hint or '; the gears: ' + ', '.join(gears)}")
-        path = ROOT / "accelerate_configs" / f"{arguments[0]}.yaml"
+        gears = ", ".join(gear_names())
+        raise UserError(f"usage: python src/launch.py GEAR [RECIPE] [key.sub=value ...]; the gears: {gears}")
+    path = gear_path(arguments[0])
     flags = [argument for argument in arguments[1:] if argument.startswith("--")]
     ours = [argument for argument in arguments[1:] if not argument.startswith("--")]
     if bare := [flag for flag in flags if "=" not in flag]:
@@ -57,16 +52,16 @@ def main(arguments: list[str]) -> int:
     if recipe is None or gear is None:
         raise UserError("\n".join(problems))
     check_against(
-        gear, recipe, recipe_path, *accumulation(recipe.batch.rows, gear.num_processes, recipe.batch.micro_rows)
+        gear, recipe, recipe_path, *accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
     )
     return train([f"--config_file={path}", *flags], [str(recipe_path), *overrides])
 
 
-def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
+def train(flags: list[str], arguments: list[str], script: Path = TRAIN, output: IO[str] | None = None) -> int:
     """Run the script under `accelerate launch` until it is done, saved or failed; returns the exit code.
 
-    One launcher a try, with a rendezvous of its own: no gear needs another way, and a launcher that dies is no
-    exception. A try that comes to a newer checkpoint is progress.
+    All that is said goes to the screen, or to `output`. One launcher a try, with a rendezvous of its own: no gear needs
+    another way, and a launcher that dies is no exception. A try that comes to a newer checkpoint is progress.
     """
     asked: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -80,12 +75,12 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
         run: str | None = None  # its folder, once it has taken a step
         while True:
             outcome_file.unlink(missing_ok=True)
-            code = _attempt([*flags, str(script), *arguments], environment, script, asked)
+            code = _attempt([*flags, str(script), *arguments], environment, script, asked, output)
             status = command.read_outcome(outcome_file)
             outcome, saved_step = status.get("outcome"), int(status.get("saved_step", newest))
             run = status["run"] if status.get("step") else run
             if outcome in ("refused", "failed"):
-                print(status["text"], file=sys.stderr)
+                print(status["text"], file=output or sys.stderr)
             if outcome == "saved" and code == -signal.SIGKILL and not asked:
                 outcome = "running"  # nobody wanted this end: the launcher was killed, and its ranks have saved
             if outcome in command.EXIT_CODES:
@@ -100,22 +95,26 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN) -> int:
                 print(
                     f"gearbox: {MAX_RESTARTS} restarts in a row came to no checkpoint after step {newest}; the reason "
                     f"stands above; {run} keeps what there is",
-                    file=sys.stderr,
+                    file=output or sys.stderr,
                 )
                 return command.EXIT_FAILED
             print(
                 f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {newest}",
-                file=sys.stderr,
+                file=output or sys.stderr,
                 flush=True,
             )
             environment[command.RUN_FOLDER] = run
 
 
-def _attempt(arguments: list[str], environment: dict[str, str], script: Path, asked: list[int]) -> int:
+def _attempt(
+    arguments: list[str], environment: dict[str, str], script: Path, asked: list[int], output: IO[str] | None
+) -> int:
     """One `accelerate launch`, with signals handed to the ranks; returns its exit code once no rank is left."""
     process = subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", *arguments],
         env=environment,
+        stdout=output,
+        stderr=output,
         start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
         preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
     )

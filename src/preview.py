@@ -5,25 +5,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from typing import Any
 
 from gearbox import command
-from gearbox.config import UserError, load_recipe
+from gearbox.config import load_recipe
 
 USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UserError(f"usage: {USAGE}: {message}")
-
-
 def main(arguments: list[str]) -> None:
-    parser = Parser(usage=USAGE, description="See what a recipe trains on.")
+    parser = command.Parser(usage=USAGE, description="See what a recipe trains on.")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
     options, ours = parser.parse_known_args(arguments)

@@ -49,6 +49,8 @@ SIDEWAYS = {
         for part in ("checkpoint", "command", "metrics", "report", "runs", "watch")
     },
     ("preview", "data"): "it shows what was prepared",
+    ("parity", "checkpoint"): "weights of two runs are compared by what they saved",
+    ("parity", "report"): "and shown on a page of the same kind",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
 LIGHT = ["command", "config", "gear", "progress", "redact", "watch"]
@@ -122,7 +124,7 @@ def test_engines_are_named_in_four_parts_alone():
 
 @pytest.mark.parametrize(
     "part",
-    ["data", "model", "loss", "optim", "tasks", "sources", "forms", "supervision", "preview", "report", "checkpoint"],
+    "data model loss optim tasks sources forms supervision preview report checkpoint parity".split(),
 )
 def test_data_and_model_do_not_ask_which_process_they_are(part):
     assert identifiers(PARTS[part]) & RANKS == set()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file
 
 from gearbox import loss, model, tasks
 from gearbox.config import ROOT, Adapter, Model, UserError
@@ -62,6 +63,15 @@ def test_tiny_has_one_to_five_million_weights():
     with torch.device("meta"):
         made = transformers.LlamaForCausalLM(config)
     assert 1e6 <= sum(p.numel() for p in made.parameters()) <= 5e6
+
+
+def test_random_weights_are_the_same_in_bf16(tmp_path):
+    config = model.narrowed(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), TOKENIZER)
+    model.write_random(config, TOKENIZER, 0, tmp_path / "base")
+    made = load_file(tmp_path / "base" / "model.safetensors")
+    assert len(made) > 10
+    assert all(tensor.dtype == torch.float32 for tensor in made.values())
+    assert all(tensor.equal(tensor.bfloat16().float()) for tensor in made.values())
 
 
 @pytest.fixture

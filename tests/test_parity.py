@@ -136,7 +136,8 @@ def clipped_at_auto(monkeypatch):
     """DeepSpeed's "auto" is 1.0, whatever the recipe says; the check that refuses it is switched off too."""
     usual = Gear.filled_json
     monkeypatch.setattr(Gear, "filled_json", lambda *a: usual(*a) | {"gradient_clipping": 1.0})
-    monkeypatch.setattr(verification, "verify", lambda *_: {"ranks": "2", "accumulation": "3", "precision": "fp32"})
+    facts = {"ranks": "2", "engine": "ZeRO-2", "accumulation": "3", "precision": "fp32"}
+    monkeypatch.setattr(verification, "verify", lambda *_: facts)
 
 
 @pytest.mark.parametrize("breakage", [averaged_per_micro_batch, scheduled_by_rank, clipped_at_auto])

@@ -111,13 +111,15 @@ def test_what_is_not_restored_is_noticed(train, monkeypatch):
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_from_gear_to_gear(train, method):
-    """One run under every engine in turn, on 1 to 3 ranks, with AdamW's state."""
+    """One run under every engine in turn, on 1 to 4 ranks, a step each, with AdamW's state."""
     given = (*STEPS, *METHODS[method])
-    chain = [("single", 1), ("ddp", 2), ("fsdp", 3), ("zero2", 2), ("zero3", 2), ("single", 1), ("zero3", 3),
-             ("fsdp", 2), ("zero1", 2), ("ddp", 3)]  # fmt: skip
-    whole = checked(train("single", *given, "run.name=whole", f"train.steps={2 * len(chain)}"))
+    chain = [
+        ("single", 1), ("ddp", 2), ("fsdp", 3), ("tp", 2), ("zero3", 2), ("fsdp_tp", 4), ("pp", 2), ("zero2", 2),
+        ("hsdp", 4), ("ulysses", 2), ("fsdp_offload", 2), ("tp", 2), ("zero3_offload", 2), ("pp", 2), ("zero1", 2),
+    ]  # fmt: skip
+    whole = checked(train("single", *given, "run.name=whole", f"train.steps={len(chain) + 1}"))
     for number, (gear, ranks) in enumerate(chain, start=1):
-        last = checked(train(gear, *given, f"train.steps={2 * number}", "run.resume=latest" if number > 1 else
+        last = checked(train(gear, *given, f"train.steps={number + 1}", "run.resume=latest" if number > 1 else
                              "run.resume=auto", ranks=ranks))  # fmt: skip
     assert len(last.losses) == len(whole.losses)
     assert last.losses == pytest.approx(whole.losses, rel=1e-5)

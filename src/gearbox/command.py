@@ -6,6 +6,7 @@ an exit code: `accelerate launch` itself can only say 1.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -45,6 +46,13 @@ def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
         raise UserError(f"{' '.join(arguments)}: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
     default = DEFAULT_RECIPE if DEFAULT_RECIPE.exists() else ROOT / DEFAULT_RECIPE
     return Path(paths[0]) if paths else default, overrides
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command with flags; a mistake in them is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"usage: {self.usage}: {message}")
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:

@@ -144,6 +144,18 @@ class Gear:
         return filled
 
 
+def gear_names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def gear_path(name: str) -> Path:
+    """Of a gear of accelerate_configs/ by its name, or of any by its path, which ends in .yaml."""
+    known = gear_names()
+    if not name.endswith(".yaml") and name not in known:
+        raise UserError(f"{name}: there is no such gear{nearest(name, known) or '; the gears: ' + ', '.join(known)}")
+    return Path(name) if name.endswith(".yaml") else ROOT / "accelerate_configs" / f"{name}.yaml"
+
+
 def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
     """Read and check a gear; `flags` are the launcher's, which beat the file. Raises UserError with every problem."""
     flags = flags or {}
@@ -322,10 +334,6 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             problems.append(
                 f"{recipe_path}: optim.master_weights: ZeRO always keeps fp32 masters; use fp32, or the fsdp gear"
             )
-    if gear.engine == "pp" and recipe.model.add_tokens:
-        problems.append(
-            f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
-        )
     if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and micro_rows > 1:
         problems.append(
             f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
@@ -333,6 +341,10 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         )
     if gear.degree("sp") > 1 and recipe.model.attention == "eager":
         problems.append(f"{recipe_path}: model.attention: {gear.path} needs sdpa or flash_attention_2, found eager")
+    if gear.engine == "pp" and recipe.model.add_tokens:
+        problems.append(
+            f"{recipe_path}: model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
         if recipe.model.quantize:

@@ -141,11 +141,13 @@ def narrowed(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 
 def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
     """Draw random weights once, as a folder, so that every gear loads them the way it loads real ones.
 
-    Atomic; a folder that another process finished first stays.
+    bf16 has the same numbers, as it mostly has the hub's: ZeRO in bf16 rounds what it loads, so that its fp32 masters
+    would start from other weights than another gear's. Atomic; a folder that another process finished first stays.
     """
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
     transformers.set_seed(seed)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(config.dtype or torch.float32)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     try:

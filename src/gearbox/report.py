@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
@@ -19,16 +20,18 @@ CURVES = {
     "tokens a second": ("tokens_per_second",),
     "memory, bytes": ("memory_peak_bytes",),
 }
-COLOURS = ("var(--line)", "var(--second)")
+COLOURS = ("var(--line)", "var(--second)", "#2563eb", "#a21caf", "#ca8a04", "#64748b")
+LOWEST = 1e-9  # on a scale of powers of ten, where 0 has no place
 STYLE = """
 :root { color-scheme: light dark; --line: #0a7d32; --second: #c2410c; --soft: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
 h2 { margin-top: 2rem; font-size: 1.1rem; }
-table { border-collapse: collapse; } td { padding: .15rem .8rem .15rem 0; vertical-align: top; }
+table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; vertical-align: top; text-align: left; }
 td:first-child { white-space: nowrap; opacity: .7; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--soft); padding: .6rem; opacity: .95; }
 pre span { opacity: .6; } pre b { color: var(--line); font-weight: 600; }
-.curves { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; } figcaption, text { font-size: 12px; }
+.curves { display: flex; flex-wrap: wrap; gap: 1rem; } figure { margin: 0; max-width: 422px; }
+figcaption, text, pre { font-size: 12px; }
 text { fill: currentColor; } svg { border: 1px solid var(--soft); }
 """
 
@@ -44,22 +47,28 @@ def write(
     """Write folder/report.html out of what is given and of folder/metrics.jsonl."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = [
-        f"<title>{escape(folder.name)}</title><style>{STYLE}</style><h1>{escape(folder.name)}</h1>",
-        _table(facts),
+        table(facts.items()),
         "<h2>Curves</h2>",
         f'<div class="curves">{"".join(_figures(records))}</div>',
         "<h2>Answers before and after</h2>" if samples else "",
-        *(_table(sample) + "<hr>" for sample in samples),
+        *(table(sample.items()) + "<hr>" for sample in samples),
         "<h2>What is trained</h2><p>Supervised tokens are coloured.</p>",
         *(f"<p>{escape(place)}</p><pre>{_coloured(runs)}</pre>" for place, runs in documents),
     ]
-    page = '<!doctype html><html lang="en"><meta charset="utf-8">' + "\n".join(parts) + "</html>\n"
-    (folder / "report.html").write_text(redact(page), encoding="utf-8")
+    write_page(folder / "report.html", folder.name, parts)
 
 
-def _table(rows: dict[str, str]) -> str:
-    cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows.items())
-    return f"<table>{''.join(cells)}</table>"
+def write_page(path: Path, title: str, parts: list[str]) -> None:
+    """A page of its own, of parts that are HTML."""
+    head = f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>"
+    page = "\n".join(['<!doctype html><html lang="en"><meta charset="utf-8">' + head, *parts]) + "</html>\n"
+    path.write_text(redact(page), encoding="utf-8")
+
+
+def table(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
+    lines = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+    lines.insert(0, "".join(f"<th>{escape(text)}</th>" for text in head))
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table>"
 
 
 def _coloured(runs: Runs) -> str:
@@ -71,30 +80,56 @@ def _figures(records: list[dict[str, float]]) -> Iterator[str]:
         lines = {key: [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)] for key in keys}
         lines = {key: points[:: -(-len(points) // MAX_POINTS)] for key, points in lines.items() if points}
         if lines:
-            last = (
-                f' <span style="color: {colour}">{escape(key)} {points[-1][1]:.4g}</span>'
-                for colour, (key, points) in zip(COLOURS, lines.items(), strict=False)
-            )
-            yield f"<figure><figcaption>{escape(title)}: {','.join(last)}</figcaption>{_curve(lines)}</figure>"
+            yield figure(title, lines)
 
 
-def _curve(lines: dict[str, list[tuple[float, float]]]) -> str:
-    """Each line over the steps, with the ends of both axes written beside them."""
+Lines = dict[str, list[tuple[float, float]]]  # of a name's points: step and value
+
+
+def figure(title: str, lines: Lines, limit: float | None = None, striped: bool = False) -> str:
+    """Each line over the steps, with its last value; a name without points keeps its colour.
+
+    With a limit, which is dashed, the scale is in powers of ten. Striped lines can be told apart where they coincide.
+    """
+    last = (
+        f' <span style="color: {colour}">{escape(name)} {points[-1][1]:{".4g" if limit is None else ".0e"}}</span>'
+        for colour, (name, points) in zip(COLOURS, lines.items(), strict=False)
+        if points
+    )
+    return f"<figure><figcaption>{escape(title)}: {','.join(last)}</figcaption>{_curve(lines, limit, striped)}</figure>"
+
+
+def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
+    """With the ends of both axes written beside them."""
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points if abs(value) < float("inf")] or [0.0]
+    if limit is not None:
+        values = [max(value, LOWEST) for value in [*values, limit]]
     low, high, last = min(values), max(values), max(*steps, 1)
     left, bottom = 64, HEIGHT - 18
 
+    def height(value: float) -> float:
+        """From 0 to 1."""
+        if high == low:
+            return 0.5
+        if limit is not None:
+            return math.log(max(value, LOWEST) / low) / math.log(high / low)
+        return (value - low) / (high - low)
+
     def place(step: float, value: float) -> str:
         x = left + (WIDTH - left - 8) * step / last
-        y = bottom - (bottom - 8) * ((value - low) / (high - low) if high > low else 0.5)
-        return f"{x:.1f},{y:.1f}"
+        return f"{x:.1f},{bottom - (bottom - 8) * height(value):.1f}"
 
     drawn = []
-    for colour, points in zip(COLOURS, lines.values(), strict=False):
+    if limit is not None:
+        ends = f'points="{place(0, limit)} {place(last, limit)}"'
+        drawn.append(f'<polyline {ends} fill="none" stroke="currentColor" stroke-dasharray="3 4"/>')
+    for number, (colour, points) in enumerate(zip(COLOURS, lines.values(), strict=False)):
         shown = " ".join(place(step, value) for step, value in points if abs(value) < float("inf"))
-        drawn.append(f'<polyline points="{shown}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        if len(points) < 30:  # a line of one point would not be seen
+        dashes = f'stroke-dasharray="6 {6 * len(lines) - 6}" stroke-dashoffset="{-6 * number}"' if striped else ""
+        look = f'fill="none" stroke="{colour}" stroke-width="{2.5 if striped else 1.5}" {dashes}'
+        drawn.append(f'<polyline points="{shown}" {look}/>')
+        if len(points) < 30 and not striped:  # a line of one point would not be seen
             dots = (point.split(",") for point in shown.split())
             drawn += [f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"/>' for x, y in dots]
     return (

@@ -1,0 +1,172 @@
+"""Prove that gears train one model: run a recipe under each of them, and hold every step against the first one's.
+
+python src/parity.py [RECIPE] [--gears single,ddp:2,fsdp] [--steps N] [--weights-every K] [key.sub=value ...]
+
+ddp:2 is a gear on two ranks; a gear alone takes the ranks of its file. The first gear is the reference.
+Exit codes: 0 all are equal; 1 they part, or one does not run; 2 a mistake of yours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from itertools import count
+from pathlib import Path
+
+from rich.markup import escape
+
+import launch
+from gearbox import command
+from gearbox.config import Recipe, UserError, accumulation, load_recipe
+from gearbox.gear import Gear, check_against, gear_path, load_gear
+
+USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+HEAVY = ("checkpoints", "model", "base")  # of a run's folder: what goes when it has been compared
+
+
+def main(arguments: list[str]) -> int:
+    parser = command.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
+    parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
+    parser.add_argument("--gears", default=default_gears(), help="the first is the reference (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--weights-every", type=int, default=1, metavar="K",
+        help="compare the weights after every K-th step; each takes a checkpoint of the disk's room (default: 1)",
+    )  # fmt: skip
+    options = parser.parse_intermixed_args(arguments)
+    recipe_path, overrides = command.split_arguments(options.ours)
+    gears = load_gears(options.gears.split(","))
+    settings = settings_of(load_recipe(recipe_path, overrides), overrides, options.steps, options.weights_every)
+    recipe = load_recipe(recipe_path, [*overrides, *settings])
+    check_comparable(recipe, recipe_path)
+    for gear in gears:
+        per_rank = accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
+        check_against(gear, recipe, recipe_path, *per_rank)
+
+    # torch is imported from here on
+    from gearbox import backend, metrics, parity
+
+    screen = metrics.console(is_main=True)
+    folder = make_folder(Path(recipe.run.dir), f"parity-{recipe_path.stem}")
+    precision = "bf16" if any(backend.precision(gear) == "bf16" for gear in gears) else "no"
+    compared: list[parity.Compared] = []
+    try:
+        for gear in gears:
+            screen.print(f"{label(gear)}: {options.steps} steps, their output in {folder / label(gear)}.log")
+            one = parity.Compared(label(gear), folder / label(gear))
+            one.problem = run(gear, folder, [str(recipe_path), *overrides, *settings])
+            if compared:
+                one.hold_against(compared[0])
+                shed(one.folder)
+            compared.append(one)
+            if compared[0].problem:
+                break  # nothing to hold the others against
+    except KeyboardInterrupt:
+        screen.print(f"stopped; what there is of it lies in {folder}")
+        return 130
+    finally:
+        for gear in gears:
+            shed(folder / label(gear))
+    tolerances = parity.TOLERANCES[precision]
+    screen.print(parity.table(compared, tolerances))
+    for one in compared:
+        if text := one.explanation(tolerances):
+            screen.print(f"{one.name}: {escape(text)}")
+    parity.write(folder / "parity.html", f"{recipe_path}, {options.steps} steps", compared, tolerances)
+    screen.print(f"the curves: {folder / 'parity.html'}")
+    return 0 if all(one.verdict(tolerances) in ("reference", "equal") for one in compared) else 1
+
+
+def default_gears() -> str:
+    """Each engine on two ranks, or on one where the machine has one GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
+    num_gpus = len([gpu for gpu in found if gpu not in ("", "-1")])
+    return "single,fsdp:1,zero1:1,zero3:1" if num_gpus == 1 else "single,ddp:2,fsdp:2,zero3:2"
+
+
+def load_gears(names: list[str]) -> list[Gear]:
+    """Raises UserError with every problem."""
+    gears, problems = [], []
+    for name in names:
+        stem, colon, ranks = name.partition(":")
+        try:
+            gears.append(load_gear(gear_path(stem), {"num_processes": ranks} if colon else {}))
+        except UserError as error:
+            problems.append(f"--gears: {error}")
+    labels = [label(gear) for gear in gears]
+    problems += [f"--gears: {name} is there twice" for name in sorted({*labels}) if labels.count(name) > 1]
+    if len(names) < 2:
+        problems.append(f"--gears: {names[0]}: give two or more, such as single,fsdp")
+    if problems:
+        raise UserError("\n".join(problems))
+    return gears
+
+
+def label(gear: Gear) -> str:
+    return f"{gear.name}-{gear.num_processes}"
+
+
+def settings_of(recipe: Recipe, overrides: list[str], num_steps: int, weights_every: int) -> list[str]:
+    """The overrides that make a comparison of a recipe: its first steps, with every checkpoint and nothing else."""
+    if num_steps < 1 or weights_every < 1:
+        raise UserError(f"--steps {num_steps} --weights-every {weights_every}: both must be 1 or more")
+    warmup = min(recipe.schedule.warmup_steps, num_steps // 4)  # so that most steps have a high learning rate
+    settings = {
+        "train.steps": num_steps, "train.epochs": "null", "schedule.warmup_steps": warmup,
+        "eval.fraction": 0, "eval.path": "null", "eval.samples": 0,
+        "save.every": weights_every, "save.keep": max(2, num_steps), "run.resume": "never", "run.name": "null",
+    }  # fmt: skip
+    for key in [override.partition("=")[0] for override in overrides]:
+        if key in settings or key.startswith(("eval.", "save.")):
+            raise UserError(f"{key}: the comparison sets it itself; leave it out (--steps N sets the length)")
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
+    """Raise UserError for what differs between gears by its nature."""
+    problems = []
+    if recipe.adapter.dropout:
+        problems.append("adapter.dropout: each rank draws its own numbers; compare with adapter.dropout=0")
+    if "8bit" in recipe.optim.name:
+        problems.append(f"optim.name: {recipe.optim.name} rounds by blocks of a rank's shard; compare with adamw")
+    if recipe.optim.master_weights == "bf16":
+        problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
+    if problems:
+        raise UserError("\n".join(f"{recipe_path}: {problem}" for problem in problems))
+
+
+def make_folder(parent: Path, name: str) -> Path:
+    """name, or name-2, name-3, ...: never one that is there."""
+    for number in count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"run.dir: {parent} cannot be written: {error.strerror}") from None
+    raise AssertionError
+
+
+def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
+    """Train under a gear, in folder/<label>; returns what was wrong, or nothing. Raises KeyboardInterrupt if asked."""
+    flags = [f"--config_file={gear.path}", f"--num_processes={gear.num_processes}"]
+    path = folder / f"{label(gear)}.log"
+    with path.open("a", encoding="utf-8", buffering=1) as log:
+        code = launch.train(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
+    if code in (130, command.EXIT_SAVED):
+        raise KeyboardInterrupt
+    said = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
+    return "" if code == 0 else said[-1].removeprefix("gearbox: ") if said else f"ended with code {code}, see {path}"
+
+
+def shed(run: Path) -> None:
+    for name in HEAVY:
+        shutil.rmtree(run / name, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    command.run(main)
