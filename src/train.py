@@ -115,7 +115,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         size = tensors.state_bytes(bare, optimizer, backend.gather)
         facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
-        facts = print_plan(screen, recipe, facts, num_steps, micro_rows, run.folder)
+        facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
         if run.checkpoint is not None:
             screen.print(f"[bold]goes on[/] from {run.checkpoint}, step {run.progress.step} of {num_steps}")
         shown = preview.first_documents(prepared.training, tokenizer, 5)
@@ -392,14 +392,16 @@ def write_dropped(dropped: list[Any], folder: Path) -> None:
 
 
 def print_plan(
-    screen: Any, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
+    screen: Any, gear: Gear, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
 ) -> dict[str, str]:
     """Say what will run; returns all that was said."""
     batch = recipe.batch
-    num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
+    parts = gear.data_parallel
+    num_empty = parts * int(facts["accumulation"]) * micro_rows - batch.rows
+    dealt_to = f"{parts} {'ranks' if parts == gear.num_processes else 'copies'}"
     shown = {
         "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
-        "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows"
+        "step": f"{batch.rows} rows = {dealt_to} x {facts['accumulation']} rounds x {micro_rows} rows"
         + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
         f"{recipe.schedule.name} over {num_steps:,} steps",

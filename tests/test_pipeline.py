@@ -304,6 +304,7 @@ def test_gpipe_evaluates_and_says_how_long_it_idles(train, tmp_path):
     single = train("single", *FULL, "eval.every=10", "eval.samples=1")
     assert_same(outcome, single)
     assert "pipeline, gpipe, pp 2" in outcome.output and "layers 0-0, 1-1" in outcome.output
+    assert "4 rows = 1 copies x 4 rounds x 1 rows" in outcome.output
     assert "(p-1)/(m+p-1) = 20% of a step idle" in outcome.output, "4 micro batches on 2 stages"
     assert all(0 < line["idle"] < 1 for line in outcome.lines("idle"))
     evaluated = [[line["eval_loss"] for line in each.lines("eval_loss")] for each in (outcome, single)]
