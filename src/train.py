@@ -5,6 +5,7 @@ accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIP
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -46,6 +47,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         metrics,
         model,
         optim,
+        pipeline,
         preview,
         report,
         runs,
@@ -62,8 +64,6 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     recipe = adapters.fetched(recipe)
     tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
-    if gear.degree("pp") > 1:
-        model.check_stages(recipe, tokenizer, gear.degree("pp"))
     documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
@@ -82,6 +82,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
         architecture = model.architecture(source, recipe.model)
         check_architecture(gear, architecture)
+        if gear.degree("pp") > 1:
+            pipeline.prove(model.narrowed(copy.deepcopy(architecture), tokenizer, num_layers=3))
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
         loaded = model.load(
             source, recipe, tokenizer, backend.precision(gear), backend.loading(gear), backend.part(gear)
@@ -114,7 +116,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         size = tensors.state_bytes(bare, optimizer, backend.gather)
         facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
-        facts = print_plan(screen, recipe, facts, num_steps, micro_rows, run.folder)
+        facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
         if run.checkpoint is not None:
             screen.print(f"[bold]goes on[/] from {run.checkpoint}, step {run.progress.step} of {num_steps}")
         shown = preview.first_documents(prepared.training, tokenizer, 5)
@@ -391,14 +393,16 @@ def write_dropped(dropped: list[Any], folder: Path) -> None:
 
 
 def print_plan(
-    screen: Any, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
+    screen: Any, gear: Gear, recipe: Recipe, facts: dict[str, str], num_steps: int, micro_rows: int, folder: Path
 ) -> dict[str, str]:
     """Say what will run; returns all that was said."""
     batch = recipe.batch
-    num_empty = int(facts["ranks"]) * int(facts["accumulation"]) * micro_rows - batch.rows
+    parts = gear.data_parallel
+    num_empty = parts * int(facts["accumulation"]) * micro_rows - batch.rows
+    dealt_to = f"{parts} {'ranks' if parts == gear.num_processes else 'copies'}"
     shown = {
         "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
-        "step": f"{batch.rows} rows = {facts['ranks']} ranks x {facts['accumulation']} rounds x {micro_rows} rows"
+        "step": f"{batch.rows} rows = {dealt_to} x {facts['accumulation']} rounds x {micro_rows} rows"
         + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
         f"{recipe.schedule.name} over {num_steps:,} steps",

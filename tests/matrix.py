@@ -163,8 +163,8 @@ def write_table(cells: dict[tuple[str, str], Cell]) -> None:
 Written by `make matrix`, which runs each cell, on {datetime.now(UTC):%Y-%m-%d}: {machine}; {versions}.
 
 A `yes` has trained two steps, saved a checkpoint, gone on from it for two more, and exported its model; losses and
-exported weights are within {TOLERANCE:g} of the same method on one device, in fp32. A refusal is what the command says, before
-anything is trained. `tokens` is LoRA with `model.add_tokens`; `continued` goes on with an adapter (`adapter.path`).
+exported weights are within {TOLERANCE:g} of the same method on one device, in fp32. A refusal is what the command says,
+before anything is trained. `tokens` is LoRA with `model.add_tokens`; `continued` goes on with an adapter.
 
 | gear | ranks | {" | ".join(METHODS)} |
 |---|---|{"---|" * len(METHODS)}

@@ -109,7 +109,17 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
 
 def check_architecture(gear: Gear, config: Any) -> None:
     """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks."""
-    tp, sp = gear.degree("tp"), gear.degree("sp")
+    tp, sp, pp = gear.degree("tp"), gear.degree("sp"), gear.degree("pp")
+    if pp > 1 and not getattr(config, "base_model_pp_plan", None):
+        raise UserError(
+            f"{gear.path}: a pipeline: {config.model_type} has no plan for it in transformers; use "
+            "accelerate_configs/fsdp.yaml"
+        )
+    if pp > config.num_hidden_layers:
+        raise UserError(
+            f"{gear.path}: parallelism_config_pp_size: {pp} stages, but this model has {config.num_hidden_layers} "
+            f"layers; {config.num_hidden_layers} or fewer would do"
+        )
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     named = f"{heads} attention heads" + (f" and {key_heads} key heads" if key_heads != heads else "")

@@ -124,25 +124,18 @@ def narrowed(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 
         "intermediate_size": 128,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
-        "head_dim": 64 // heads,
+        "head_dim": None if hasattr(config, "qk_rope_head_dim") else 64 // heads,  # there it follows from that one
         "vocab_size": len(tokenizer) - num_added,
         "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
         "max_window_layers": num_layers,
     }
     for key, value in narrow.items():
-        if getattr(config, key, None) is not None:
+        if value is not None and getattr(config, key, None) is not None:
             setattr(config, key, value)
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, key, getattr(tokenizer, key))
     config.dtype = torch.float32
     return config
-
-
-def check_stages(recipe: Recipe, tokenizer: Any, count: int) -> None:
-    """Raise UserError where the model cannot be cut into so many stages of a pipeline."""
-    config = load_config(recipe.model, recipe.run.rehearse)
-    num_layers = config.num_hidden_layers
-    pipeline.prove(narrowed(config, tokenizer, num_layers=3), num_layers, count)
 
 
 def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:

@@ -153,40 +153,22 @@ def balance(layers: list[int], count: int, before: int, after: int) -> list[int]
 
 
 @torch.no_grad()
-def prove(config: Any, num_layers: int, count: int) -> None:
-    """Raise UserError where a model of `num_layers` cannot be cut into `count` stages.
+def prove(config: Any) -> None:
+    """Hold the staged forward of a narrow random copy of an architecture against its whole one, a stage a layer.
 
-    `config` is a narrow one of its architecture: of a random copy the staged forward, a stage a layer, is held against
-    the whole one.
+    `config` is the narrow one. Raises UserError where the family cannot be cut so.
     """
-    if num_layers < count:
-        raise UserError(
-            f"parallelism_config_pp_size: {count} stages, but the model has {num_layers} layers; give {num_layers} or "
-            "fewer"
-        )
     refusal = f"model.name: the family {config.model_type} cannot be cut into stages"
     way_out = "; use accelerate_configs/fsdp.yaml"
-    if not getattr(config, "base_model_pp_plan", None):
-        raise UserError(f"{refusal}: transformers declares no pipeline plan for it{way_out}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        whole = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
-    tokens = torch.arange(1, 33).view(2, 16) % config.vocab_size
-    positions = (torch.arange(16) % 10).expand(2, 16)  # two documents a row
     try:
-        logits = whole(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        parts = [Part(index, len(whole.base_model.layers)) for index in range(len(whole.base_model.layers))]
-        names: list[str] = []
-        hidden: Any = None
-        for part in parts:
-            stage = copy.deepcopy(whole)
-            cut(stage, part)
-            names += [name for name, _ in stage.named_parameters()]
-            _receive(stage, hidden)
-            if not part.is_last:
-                hidden = stage.base_model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-            else:
-                staged = stage(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            whole = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
+        tokens = torch.arange(1, 33).view(2, 16) % config.vocab_size
+        positions = (torch.arange(16) % 10).expand(2, 16)  # two documents a row
+        inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+        logits = whole(**inputs).logits
+        staged, names = _staged(whole, inputs)
     except Exception as error:
         raise UserError(f"{refusal}: {type(error).__name__}: {' '.join(str(error).split())[:200]}{way_out}") from None
     expected = [name for name, _ in whole.named_parameters()]
@@ -197,6 +179,20 @@ def prove(config: Any, num_layers: int, count: int) -> None:
     off = ((staged - logits).abs().max() / logits.abs().max()).item()
     if not off < 1e-5:
         raise UserError(f"{refusal}: its logits then differ by {off:.2g}{way_out}")
+
+
+def _staged(whole: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, list[str]]:
+    """The logits of a model cut into as many stages as it has layers, and the names of the parameters of all stages."""
+    count = len(whole.base_model.layers)
+    names: list[str] = []
+    hidden: Any = None
+    for index in range(count):
+        stage = copy.deepcopy(whole)
+        cut(stage, Part(index, count))
+        names += [name for name, _ in stage.named_parameters()]
+        _receive(stage, hidden)
+        hidden = stage.base_model(**inputs).last_hidden_state
+    return stage(**inputs).logits, names
 
 
 def _receive(stage: torch.nn.Module, hidden: torch.Tensor | None) -> None:
@@ -265,7 +261,7 @@ class Pipeline(torch.nn.Module):
     def bubble(self, num_micro_batches: int) -> float:
         """Share of a step in which a stage waits for the first micro batch, or for others' last; equal stages assumed.
 
-        In both schedules each stage waits for p - 1 of the others' passes, and has m of its own.
+        In both schedules a stage of p waits as long as p - 1 forward and backward passes take, and has m of its own.
         """
         return (self.part.count - 1) / (num_micro_batches + self.part.count - 1)
 
