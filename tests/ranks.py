@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -65,12 +64,6 @@ def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str
     return prepare_simple_launcher_cmd_env(parsed)[1]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def fork_ranks(
     num_ranks: int, environment: dict[str, str], work, meanwhile=lambda children: None
 ) -> tuple[list[int], str]:
@@ -78,7 +71,9 @@ def fork_ranks(
 
     `meanwhile` is called here with their process ids.
     """
-    port = free_port()
+    # The ranks meet in a store of this process, as torch's launcher has one: a port that was free a moment ago may be
+    # somebody else's by now.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
     children = []
     for rank in range(num_ranks):
@@ -96,7 +91,8 @@ def fork_ranks(
                 if num_ranks > 1:
                     os.environ.update(
                         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-                        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+                        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
                     )  # fmt: skip
                 code = work() or 0
             except UserError as error:

@@ -291,6 +291,12 @@ def prepare(
         if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
             # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
             module.out_features, module.in_features = module.weight.shape
+    for parameter in model.parameters() if gear.degree("tp") > 1 else ():
+        if (
+            isinstance(parameter, DTensor)
+            and parameter.to_local().untyped_storage().nbytes() > parameter.to_local().nbytes
+        ):
+            parameter._local_tensor = parameter.to_local().clone()  # else, on a CPU, the whole tensor stays in memory
     if gear.engine == "tp":
         # As DDP's, without its wrapper: the ranks have one model together.
         model = accelerator.prepare_model(model, evaluation_mode=True)
