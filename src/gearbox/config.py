@@ -97,6 +97,9 @@ class Model(Group):
     """auto is sdpa, which isolates packed documents on every device."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+    router_loss: Float | None = Field(None, ge=0)
+    """Weight of the loss that spreads tokens over the experts of a mixture; null is the model's own
+    (router_aux_loss_coef of its config.json), 0 is none."""
 
 
 class Adapter(Group):
