@@ -194,7 +194,5 @@ def test_without_the_router_loss_it_trains_otherwise(moe):
 def test_experts_are_not_quantized(family, tmp_path):
     model.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
     source = Model(name=str(tmp_path / "base"), quantize="nf4")
-    with pytest.raises(
-        UserError, match=r"most weights of .* are experts, which would stay"
-    ):
+    with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
         model.load(source.name, source, Adapter(method="lora"), 0, "no", "fp32")
