@@ -117,7 +117,8 @@ def settings_of(recipe: Recipe, overrides: list[str], num_steps: int, weights_ev
     settings = {
         "train.steps": num_steps, "train.epochs": "null", "schedule.warmup_steps": warmup,
         "eval.fraction": 0, "eval.path": "null", "eval.samples": 0,
-        "save.every": weights_every, "save.keep": max(2, num_steps), "run.resume": "never", "run.name": "null",
+        "save.every": weights_every, "save.keep": max(2, -(-num_steps // weights_every)),
+        "run.resume": "never", "run.name": "null",
     }  # fmt: skip
     for key in [override.partition("=")[0] for override in overrides]:
         if key in settings or key.startswith(("eval.", "save.")):

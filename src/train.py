@@ -81,7 +81,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
         source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
         architecture = model.architecture(source, recipe.model)
-        check_architecture(gear, architecture)
+        check_architecture(gear, architecture, recipe.model.router_loss)
         if gear.degree("pp") > 1:
             pipeline.prove(model.narrowed(copy.deepcopy(architecture), tokenizer, num_layers=3))
         accelerator = backend.start(gear, recipe, rounds, micro_rows)
@@ -114,6 +114,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
             )
         size = tensors.state_bytes(bare, optimizer, backend.gather)
+        if weight := loss.router_weight(bare):
+            facts["router loss"] = f"{weight:g} x the unbalance of the experts"
         facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
@@ -198,11 +200,13 @@ def fit(
     Returns whether it was asked to stop, and has saved all that is to be gone on from.
     """
     from gearbox import backend, data, evaluation, optim
+    from gearbox import loss as losses
 
     rows, progress = prepared.training, run.progress
     order = data.order(recipe, rows)
     rank = accelerator.process_index
     first_step = progress.step
+    bare = backend.bare(accelerator, model)
 
     def goes_on() -> bool:
         watching.beat(f"step {progress.step}, evaluation")
@@ -234,20 +238,19 @@ def fit(
             gear, accelerator, model, optimizer, batch, recipe.optim.max_grad_norm,
             lambda part: watching.beat(f"step {progress.step + 1}, {part}"),
         )  # fmt: skip
+        of_this_model = {"idle": model.idle} if gear.degree("pp") > 1 else {}
+        if losses.router_weight(bare):
+            router_sum = accelerator.reduce(losses.take_router_sum(bare), "sum")
+            of_this_model["router_loss"] = float(router_sum) / max(1, batch.num_targets)
         skipped = not math.isfinite(grad_norm)
         is_spike = progress.advance(
             rows_hash=data.chain_hash(progress.rows_hash, batch.row_ids),
             num_tokens=batch.num_tokens, num_targets=batch.num_targets, loss=loss, skipped=skipped,
         )  # fmt: skip
         log.step(
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=rate,
-            num_tokens=batch.num_tokens,
-            is_spike=is_spike,
-            skipped=skipped,
-            **({"idle": model.idle} if gear.degree("pp") > 1 else {}),
-        )
+            loss=loss, grad_norm=grad_norm, lr=rate, num_tokens=batch.num_tokens, is_spike=is_spike, skipped=skipped,
+            **of_this_model,
+        )  # fmt: skip
         if progress.num_skipped_in_a_row >= recipe.run.max_bad_steps:
             raise UserError(
                 f"step {progress.step}: the loss is {loss} and the gradient's norm {grad_norm}, and not finite for "

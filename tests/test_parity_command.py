@@ -114,6 +114,21 @@ def test_nothing_is_compared_with_a_reference_that_does_not_run(compare):
     assert "single-2: " in said and "fsdp-2" not in said
 
 
+def test_what_is_stopped_leaves_nothing_large(tmp_path, monkeypatch, capsys):
+    """launch.py answers 85 when it was asked to stop and has saved, 130 after a second Ctrl-C."""
+    begun = []
+
+    def train(flags: list[str], given: list[str], output) -> int:
+        begun.append(tmp_path / "runs" / "parity-tiny" / "single-1" / "checkpoints" / "step-1")
+        begun[-1].mkdir(parents=True)
+        return 85
+
+    monkeypatch.setattr(launch, "train", train)
+    assert script.main(["--gears", "single,fsdp", f"run.dir={tmp_path}/runs"]) == 130
+    assert len(begun) == 1 and not begun[0].parent.exists()
+    assert "stopped" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def made() -> dict[str, Path]:
     return {}

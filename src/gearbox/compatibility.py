@@ -107,8 +107,18 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
         raise UserError("\n".join(problems))
 
 
-def check_architecture(gear: Gear, config: Any) -> None:
-    """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks."""
+def check_architecture(gear: Gear, config: Any, router_loss: float | None = None) -> None:
+    """Raise UserError where the model (its config.json, read by transformers) cannot be cut as the gear asks.
+
+    `router_loss` is the recipe's.
+    """
+    if getattr(config, "router_aux_loss_coef", None) and router_loss != 0:
+        for name, lacks in (("pp", "all layers"), ("sp", "a whole row"), ("cp", "a whole row")):
+            if gear.degree(name) > 1:
+                raise UserError(
+                    f"{gear.path}: balancing the experts of {config.model_type} takes {lacks} on one rank; use "
+                    "accelerate_configs/fsdp.yaml, or model.router_loss=0"
+                )
     tp, sp, pp = gear.degree("tp"), gear.degree("sp"), gear.degree("pp")
     if pp > 1 and not getattr(config, "base_model_pp_plan", None):
         raise UserError(

@@ -98,6 +98,9 @@ class Model(Group):
     """auto is sdpa, which isolates packed documents on every device."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+    router_loss: Float | None = Field(None, ge=0)
+    """Weight of the loss that spreads tokens over the experts of a mixture; null is the model's own
+    (router_aux_loss_coef of its config.json), 0 is none."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = []
     """Tokens that the tokenizer gets beside its own, such as [<|note|>]: never split, and shown in answers. Their
     embeddings start as the mean of all others; with an adapter, the embedding and the output head are adapted too."""

@@ -1,6 +1,6 @@
 """The token-exact loss, inside the model's own forward so that every engine's hooks hold.
 
-Shapes: B rows of a micro batch, T tokens of a row, H hidden size, V vocabulary.
+Shapes: B rows of a micro batch, T tokens of a row, H hidden size, V vocabulary, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from gearbox.data import IGNORED  # the one value both sides must agree on
 CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 are 0.6 GB instead of 5 GB for 4 x 2,048
 
 
-def install(model: torch.nn.Module) -> None:
+def install(model: torch.nn.Module, router_loss: float | None = None) -> None:
     """Let `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
+
+    A mixture of experts adds `unbalance` of its routers, times router_loss, or what its config says; `router_sum` of
+    the model adds it up, without that factor, until it is taken.
 
     Without gradients it returns a pair: each token's loss, 0 where it is no target, and whether the most likely token
     is the target, both [B, T]. Without position_ids each row is one document.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
     A stage of a pipeline before the last has no head, and returns what it hands on: hidden states [B, T, H].
     """
-    core: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    core = _core(model)
     head: Any = core.get_output_embeddings()
     is_adapted = hasattr(head, "base_layer")
     usual_forward, usual_head = core.forward, getattr(head, "forward", core.forward)
     scale, cap = _logit_shape(core.config)
     flash = str(core.config._attn_implementation).startswith("flash")
+    core.router_weight = _router_weight(core, router_loss)
+    core.router_sum = 0.0
 
     def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
         if labels is None and head is not None:
@@ -42,11 +47,18 @@ def install(model: torch.nn.Module) -> None:
         positions = inputs.get("position_ids")
         if flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
-        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        routed = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
+        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, **routed)
         if head is None or labels is None:
             return decoded.last_hidden_state.view(*shape, -1)
         outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
-        return outcome if torch.is_grad_enabled() else tuple(part.view(shape) for part in outcome)
+        if not torch.is_grad_enabled():
+            return tuple(part.view(shape) for part in outcome)
+        if routed:
+            lost = unbalance(decoded.router_logits, labels, self.config.get_text_config().num_experts_per_tok)
+            self.router_sum = self.router_sum + lost.detach()
+            outcome = outcome + self.router_weight * lost
+        return outcome
 
     def head_forward(self: Any, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         if labels is None:
@@ -77,6 +89,39 @@ def install(model: torch.nn.Module) -> None:
     core.forward = types.MethodType(forward, core)
     if head is not None:
         head.forward = types.MethodType(head_forward, head)
+
+
+def unbalance(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """How unevenly tokens are sent to the experts: the sum over rows of a row's figure times its targets, [].
+
+    A row's figure is the mean over layers of E x sum over experts of (share of the tokens that chose it x its mean
+    probability): num_chosen where all are chosen alike, E where all choose the same, as in transformers. There it is
+    one figure of a whole micro batch, which depends on how many ranks share the rows; here each row has its own, as
+    in DeepSeek-V3 (arXiv 2412.19437, equation 17). Its tokens are those up to its last target: no padding.
+    router_logits: [B * T, E] of each layer.
+    """
+    is_target = labels != IGNORED
+    counts = is_target.flip(1).cumsum(1).flip(1) > 0  # [B, T]
+    num_tokens = counts.sum(1).clamp(min=1)[:, None]
+    figures = []
+    for logits in router_logits:
+        probabilities = logits.view(*labels.shape, -1).float().softmax(-1) * counts[..., None]  # [B, T, E]
+        chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(num_chosen).indices, 1.0)
+        shares = (chosen * counts[..., None]).sum(1) / num_tokens
+        figures.append(probabilities.shape[-1] * (shares * probabilities.sum(1) / num_tokens).sum(-1))
+    return (torch.stack(figures).mean(0) * is_target.sum(1)).sum()
+
+
+def router_weight(model: torch.nn.Module) -> float:
+    """The factor of the router loss, 0 where there is none."""
+    return float(_core(model).router_weight)
+
+
+def take_router_sum(model: torch.nn.Module) -> torch.Tensor:
+    """The router loss, without its factor, times targets, of this rank's batches since it was taken last, []."""
+    core = _core(model)
+    taken, core.router_sum = core.router_sum, 0.0
+    return torch.as_tensor(taken, device=next(model.parameters()).device)
 
 
 def check(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
@@ -133,3 +178,22 @@ def _logit_shape(config: Any) -> tuple[float, float | None]:
     """What some families do to their logits: Cohere multiplies, Granite divides, Gemma caps."""
     scale = getattr(config, "logit_scale", None) or 1.0
     return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)
+
+
+def _core(model: Any) -> Any:
+    """Below an adapter."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _router_weight(core: Any, asked: float | None) -> float:
+    """What the recipe says, else the model's config; 0 for a dense model."""
+    config = core.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    weight = (own or 0.0) if asked is None else asked
+    records = getattr(core.base_model, "_can_record_outputs", None) or {}
+    if weight and (own is None or "router_logits" not in records or not hasattr(config, "num_experts_per_tok")):
+        raise UserError(
+            f"model.router_loss: {core.config.model_type} is no mixture of experts whose routers are balanced by a "
+            "loss; set it to " + ("null" if own is None else "0")
+        )
+    return float(weight)

@@ -23,6 +23,10 @@ from gearbox.config import ROOT, Model, Recipe, UserError
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
+# PEFT's own patterns for the experts of a mixture, which it applies nevertheless.
+warnings.filterwarnings(
+    "ignore", category=RuntimeWarning, message=".*_pattern keys did not match any targeted module.*"
+)
 
 TINY = ROOT / "recipes" / "tiny"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
@@ -128,6 +132,11 @@ def narrowed(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 
         "vocab_size": len(tokenizer) - num_added,
         "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
         "max_window_layers": num_layers,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
     }
     for key, value in narrow.items():
         if value is not None and getattr(config, key, None) is not None:
@@ -188,13 +197,15 @@ def load(
         raise unreachable(source, error) from None
     loaded.config.use_cache = False
     adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
+    if settings.quantize:
+        _check_quantized(loaded, settings)
     if not trains_all:
         loaded = adapters.adapted(loaded, recipe)
         if masters == "bf16":
             for parameter in loaded.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
-    loss.install(loaded)
+    loss.install(loaded, settings.router_loss)
     if settings.gradient_checkpointing:
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
         loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -219,6 +230,16 @@ def _nf4(compute: torch.dtype) -> Any:
         # uint8, the default, is left out of FSDP's sharding without an error.
         bnb_4bit_quant_storage=compute,
     )
+
+
+def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:
+    """Raise UserError where most weights stayed as they were: bitsandbytes quantizes linear layers, and no experts."""
+    experts = sum(p.numel() for p in loaded.parameters() if p.dim() > 2)
+    if experts > sum(p.numel() for p in loaded.parameters()) / 2:
+        raise UserError(
+            f"model.quantize: {model.quantize} is for linear layers, and most weights of {model.name} are experts, "
+            "which would stay as they are; use model.quantize=null: an adapter reaches the experts too"
+        )
 
 
 def save(

@@ -15,6 +15,7 @@ MAX_POINTS = 1000  # of a curve; of more, every n-th is drawn
 CURVES = {
     "loss": ("loss", "eval_loss"),
     "exact answers": ("eval_exact_match",),
+    "unbalance of the experts": ("router_loss",),
     "gradient norm": ("grad_norm",),
     "learning rate": ("lr",),
     "tokens a second": ("tokens_per_second",),

@@ -1,0 +1,198 @@
+"""Mixtures of experts: the balance of their routers, and the same training under every gear."""
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from gearbox import loss, model
+from gearbox.config import ROOT, Adapter, Model, UserError
+from gearbox.data import IGNORED
+
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+EXPERTS, CHOSEN, LAYERS, WEIGHT = 4, 2, 2, 0.1
+SMALL = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "num_experts_per_tok": CHOSEN,
+    "router_aux_loss_coef": WEIGHT,
+}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 32},
+}
+STEPS = 10
+
+
+def config_of(family: str):
+    return getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family])
+
+
+def make(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    """Three rows: full, padded behind its last target, without any target."""
+    torch.manual_seed(1)
+    labels = torch.randint(1, 260, (3, 19)).masked_fill(torch.rand(3, 19) < 0.3, IGNORED)
+    labels[1, 11:] = IGNORED
+    labels[1, 10] = 7
+    labels[2] = IGNORED
+    rows = torch.randint(1, 260, (3, 19))
+    return {"input_ids": rows, "labels": labels, "position_ids": torch.arange(19).repeat(3, 1)}
+
+
+def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy and the unbalance, token by token and expert by expert, from transformers' own outputs."""
+    given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    outputs = untouched(**given, output_router_logits=True)
+    assert len(outputs.router_logits) == LAYERS
+    labels = batch["labels"]
+    lost = []
+    for row, targets in enumerate(labels):
+        places = (targets != IGNORED).nonzero().flatten().tolist()
+        if not places:
+            continue
+        tokens = range(places[-1] + 1)
+        for logits in outputs.router_logits:
+            probabilities = logits.view(*labels.shape, EXPERTS)[row].softmax(-1)
+            for expert in range(EXPERTS):
+                share = sum(expert in probabilities[t].topk(CHOSEN).indices for t in tokens) / len(tokens)
+                mean = sum(probabilities[t, expert] for t in tokens) / len(tokens)
+                lost.append(EXPERTS * share * mean * len(places) / LAYERS)
+    entropy = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return entropy, torch.stack(lost).sum()
+
+
+@pytest.mark.parametrize("asked", [None, 0.5, 0])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_loss_is_cross_entropy_and_the_weighted_unbalance(family, batch, asked, checkpointing):
+    entropy, unbalance = plain(make(family), batch)
+    installed = make(family)
+    loss.install(installed, asked)
+    if checkpointing:
+        installed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    weight = WEIGHT if asked is None else asked
+    assert loss.router_weight(installed) == weight
+    found = installed(**batch)
+    assert torch.allclose(found, entropy + weight * unbalance, rtol=1e-5)
+    assert abs(found / entropy - 1) > 1e-3 or not weight, "the test could not see it"
+    found.backward()
+    assert loss.take_router_sum(installed).item() == pytest.approx(unbalance.item() if weight else 0, rel=1e-5)
+    assert loss.take_router_sum(installed).item() == 0
+    with torch.no_grad():
+        each, _ = installed(**batch)
+    assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation is without it"
+    loss.check(installed, 260, torch.device("cpu"), tolerance=1e-4)
+
+
+def test_its_gradient_is_that_of_the_plain_one(family, batch):
+    untouched, installed = make(family), make(family)
+    loss.install(installed)
+    entropy, unbalance = plain(untouched, batch)
+    (entropy + WEIGHT * unbalance).backward()
+    installed(**batch).backward()
+    right = dict(untouched.named_parameters())
+    for name, parameter in installed.named_parameters():
+        assert (parameter.grad - right[name].grad).abs().max() <= 1e-4 * right[name].grad.abs().max(), name
+    without = make(family)
+    loss.install(without, 0)
+    without(**batch).backward()
+    ours, others = (one.model.layers[0].mlp.gate.weight.grad for one in (installed, without))
+    assert (ours - others).abs().max() > 1e-3
+
+
+def test_rows_have_the_same_unbalance_in_any_micro_batch(family, batch):
+    """Transformers' own has not: it is one figure of all tokens in a batch."""
+    installed = make(family)
+    loss.install(installed)
+    whole = installed(**batch)
+    parts = [installed(**{name: tensor[row : row + 1] for name, tensor in batch.items()}) for row in range(3)]
+    assert torch.allclose(sum(parts), whole, rtol=1e-6)
+    narrow = {name: tensor[1:2, :11] for name, tensor in batch.items()}  # without its padding
+    assert torch.allclose(installed(**narrow), parts[1], rtol=1e-6)
+
+
+def test_with_adapters(family, batch):
+    adapted = make(family)
+    entropy, unbalance = plain(make(family), batch)
+    adapted = peft.get_peft_model(adapted, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    loss.install(adapted)
+    assert torch.allclose(adapted(**batch), entropy + WEIGHT * unbalance, rtol=1e-5)
+
+
+def test_a_dense_model_has_none_and_refuses_one():
+    config = transformers.LlamaConfig(**{key: SMALL[key] for key in list(SMALL)[:7]})
+    dense = transformers.LlamaForCausalLM(config)
+    loss.install(dense)
+    assert loss.router_weight(dense) == 0
+    loss.install(dense, 0)
+    with pytest.raises(UserError, match=r"model\.router_loss: llama is no mixture of experts .*; set it to null"):
+        loss.install(dense, 0.01)
+
+
+def test_a_rehearsal_has_few_experts():
+    config = transformers.Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    made = transformers.Qwen3MoeForCausalLM(model.narrowed(config, TOKENIZER))
+    assert sum(p.numel() for p in made.parameters()) < 1e6
+    assert made.model.layers[0].mlp.experts.down_proj.shape == (4, 64, 64)
+
+
+# --------------------------------------------------------------------------- under the gears
+
+
+@pytest.fixture
+def moe(train, family, tmp_path):
+    """moe("ddp", ...): train.py on a model of that family with random weights."""
+    config_of(family).save_pretrained(tmp_path / family)
+    TOKENIZER.save_pretrained(tmp_path / family)
+    given = (f"model.name={tmp_path / family}", "run.rehearse=false", "model.init=random", f"train.steps={STEPS}")
+
+    def call(gear: str, *overrides: str, **options):
+        outcome = train(gear, *given, *overrides, **options)
+        assert set(outcome.codes) == {0}, outcome.output
+        return outcome
+
+    return call
+
+
+@pytest.mark.parametrize("method", ["none", "lora"])
+def test_gears_train_alike(moe, method):
+    """No gear needs more for the experts: transformers holds those of a layer as two tensors, used at every step."""
+    change = f"adapter.method={method}"
+    alone = moe("single", change, load_back=True)
+    assert "router loss             0.1 x the unbalance of the experts" in alone.output
+    expected = [line["router_loss"] for line in alone.lines("router_loss")]
+    assert len(expected) == STEPS and all(CHOSEN * 0.9 < unbalance < EXPERTS for unbalance in expected)
+    for gear, ranks in (("ddp", 3), ("fsdp", 2), ("zero3", 2)):
+        shared = moe(gear, change, "model.gradient_checkpointing=true", ranks=ranks)
+        assert shared.losses == pytest.approx(alone.losses, rel=1e-5), gear
+        assert [line["router_loss"] for line in shared.lines("router_loss")] == pytest.approx(expected, rel=1e-5), gear
+        assert shared.weights.keys() == alone.weights.keys()
+        for name, tensor in shared.weights.items():
+            assert torch.allclose(tensor, alone.weights[name], rtol=0, atol=1e-4), (gear, name)
+    moved = {name for name, tensor in alone.weights.items() if "lora_B" in name and tensor.abs().max() > 0}
+    assert method == "none" or sum("experts" in name for name in moved) == 2 * LAYERS, moved
+
+
+def test_without_the_router_loss_it_trains_otherwise(moe):
+    weighted, without = moe("single"), moe("single", "model.router_loss=0")
+    assert without.lines("router_loss") == [] and "router loss" not in without.output
+    first = weighted.lines("router_loss")[0]
+    assert first["loss"] == pytest.approx(without.losses[0] + WEIGHT * first["router_loss"], rel=1e-6)
+    assert weighted.losses[-1] - WEIGHT * weighted.lines("router_loss")[-1]["router_loss"] != without.losses[-1]
+
+
+def test_experts_are_not_quantized(family, tmp_path):
+    model.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
+    source = Model(name=str(tmp_path / "base"), quantize="nf4")
+    with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
+        model.load(source.name, source, Adapter(method="lora"), 0, "no", "fp32")
