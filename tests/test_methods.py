@@ -108,9 +108,7 @@ def test_same_as_on_one_device(run, gear, method):
 
 
 def test_8_bit_states_in_other_blocks_are_near(run):
-    alone = run("single", "8-bit")
-    assert_same(run("ddp", "8-bit"), alone)
-    assert_same(run("fsdp", "8-bit"), alone, weight_tolerance=1e-2)  # its shards have blocks of their own
+    assert_same(run("fsdp", "8-bit"), run("single", "8-bit"), weight_tolerance=1e-2)
 
 
 def test_added_tokens_are_trained(run, folder):
