@@ -404,7 +404,9 @@ def print_plan(
     num_empty = parts * int(facts["accumulation"]) * micro_rows - batch.rows
     dealt_to = f"{parts} {'ranks' if parts == gear.num_processes else 'copies'}"
     shown = {
-        "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}",
+        "model": f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}"
+        + (f" from {recipe.adapter.path}" if recipe.adapter.path else "")
+        + (f", {len(recipe.model.add_tokens)} tokens added" if recipe.model.add_tokens else ""),
         "step": f"{batch.rows} rows = {dealt_to} x {facts['accumulation']} rounds x {micro_rows} rows"
         + (f", {num_empty} of them empty" if num_empty else ""),
         "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "

@@ -68,7 +68,7 @@ def assert_equal(outcome, reference):
         ("zero3", 3, ()),
         ("zero3", 2, DROPOUT),
         ("fsdp", 2, QDORA),
-        ("zero3", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
+        ("zero2", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
     ],
 )
 def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, changes):

@@ -99,6 +99,7 @@ def adapted(model: Any, recipe: Recipe) -> Any:
     if adapter.path is not None:
         settings = peft.PeftConfig.from_pretrained(adapter.path)
         settings.inference_mode, settings.init_lora_weights = False, True
+        settings.base_model_name_or_path = None  # a base has other names elsewhere; whether it fits, its shapes say
     else:
         settings = peft.LoraConfig(
             task_type="CAUSAL_LM",
