@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
 
-.PHONY: help setup train test lint bench faults format schema smollm2 image clean
+.PHONY: help setup train test lint bench faults matrix format schema smollm2 image clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -34,10 +34,14 @@ lint: $(STAMP)  ## ruff and mypy
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/faults/battery.py
 
-bench: $(STAMP) smollm2  ## how fast data is prepared, and what a checkpoint costs; FILE=alpaca.json
+matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md, half an hour
+	$(BIN)/python tests/matrix.py
+
+bench: $(STAMP) smollm2  ## how fast data is prepared, what a checkpoint costs, how long stages idle; FILE=alpaca.json
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/saving.py
+	$(BIN)/python benchmarks/pipeline.py
 
 format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .

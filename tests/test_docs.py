@@ -85,7 +85,8 @@ def test_the_gear_table_is_the_folder():
     gears = {path.stem: load_gear(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert {name: int(count) for name, _, count in rows} == {name: gear.num_processes for name, gear in gears.items()}
     for name, engine, _ in rows:
-        assert gears[name].zero_stage == int(engine[-1] if "ZeRO" in engine else 0)
+        stage = re.search(r"ZeRO-(\d)", engine)
+        assert gears[name].zero_stage == (int(stage[1]) if stage else 0)
 
 
 def test_the_recipe_table_is_the_folder():
