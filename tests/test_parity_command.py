@@ -167,6 +167,17 @@ def test_a_changed_parameter_is_named_with_its_step(pair, kind, quantity):
     assert other.largest(quantity)[1] == 2
 
 
+def test_a_step_that_was_not_taken_is_far_off_at_any_learning_rate(pair):
+    """Weights are measured by how far the learning rates let them go, not by their own size."""
+    reference, other = pair
+    second, third = (other.folder / "checkpoints" / f"step-{step}" / "shard-00000.safetensors" for step in (2, 3))
+    before, after = load_file(second), load_file(third)
+    save_file({key: (before if key.startswith("parameter|") else after)[key] for key in after}, third)
+    other.hold_against(reference)
+    assert other.verdict(FP32) == "parts at step 3"
+    assert 0.05 < other.largest("weights")[0] < 0.5
+
+
 @pytest.mark.parametrize(
     ("key", "value", "explained"),
     [
