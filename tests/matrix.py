@@ -127,6 +127,12 @@ def same_model(ours: Path, theirs: Path) -> bool:
     )  # fmt: skip
 
 
+def disk_operations_are_built() -> bool:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("async_io", verbose=False), "async_io.so").is_file()
+
+
 def read_table() -> dict[tuple[str, str], str]:
     """The committed marks by gear and method."""
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]

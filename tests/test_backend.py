@@ -177,3 +177,35 @@ def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
 
 def _gradient(parameter):
     return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+
+
+def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, monkeypatch):
+    """Without a mask of ours they see each other; the probe at the start finds it, in the mode of training."""
+    isolated = train("ulysses", ranks=2)
+    assert "a neighbour changes a token's loss by 0\n" in isolated.output, isolated.output
+    monkeypatch.setattr(backend, "_isolate_documents", lambda model: None)
+    assert "this model does not keep them apart, so each row holds one document" in train("ulysses", ranks=2).output
+
+
+def test_a_gradient_that_is_scaled_by_the_number_of_ranks_is_noticed_under_ulysses(train, monkeypatch):
+    """DeepSpeed takes the mean over all ranks in one stage and over some in others; AdamW and the clip hide it."""
+    given = ("optim.max_grad_norm=0", "train.steps=1", "schedule.warmup_steps=0")
+
+    def norm(gear, ranks):
+        return train(gear, *given, ranks=ranks).lines("grad_norm")[0]["grad_norm"]
+
+    whole = norm("single", 1)
+    assert norm("ulysses", 2) == pytest.approx(whole, rel=1e-4)
+    monkeypatch.setattr(Gear, "averaged_over", property(lambda gear: gear.data_parallel))
+    assert norm("ulysses", 2) == pytest.approx(whole / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("gear", ["tp", "fsdp_tp"])
+def test_the_norm_of_parts_is_that_of_the_whole(train, monkeypatch, gear):
+    """Each rank alone would clip by the norm of its own parts."""
+    ranks = 2 if gear == "tp" else 4
+    whole = train("single").lines("grad_norm")[0]["grad_norm"]
+    assert train(gear, ranks=ranks).lines("grad_norm")[0]["grad_norm"] == pytest.approx(whole, rel=1e-5)
+    monkeypatch.setattr(backend, "_over", lambda group, squares: None)
+    broken = train(gear, ranks=ranks)
+    assert broken.lines("grad_norm")[0]["grad_norm"] < 0.95 * whole

@@ -301,3 +301,30 @@ def test_json_of_the_wrong_shape_is_named(tmp_path, content, said):
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(settings))
     with pytest.raises(UserError, match=re.escape(said)):
         load_gear(tmp_path / "g.yaml")
+
+
+def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():
+    from types import SimpleNamespace
+
+    from gearbox.compatibility import check_architecture
+
+    def said(name, flags, **changes):
+        shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
+        plans = {"base_model_tp_plan": {"layers.*.q_proj": "colwise"}, "base_model_pp_plan": {"layers": ()}}
+        gear = load_gear(ROOT / f"accelerate_configs/{name}.yaml", flags)
+        with pytest.raises(UserError) as caught:
+            check_architecture(gear, SimpleNamespace(**shape | plans | changes))
+        return str(caught.value)
+
+    three = {"num_processes": "3"}
+    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 would"
+    assert f"3 does not divide this model's {heads}" in said("tp", three | {"parallelism_config_tp_size": "3"})
+    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 or 12 would"
+    assert f"3 does not divide this model's {heads}" in said("ulysses", three | {"parallelism_config_sp_size": "3"})
+    many = {"num_processes": "4", "parallelism_config_pp_size": "4"}
+    assert "4 stages, but this model has 3 layers; 3 or fewer would do" in said("pp", many)
+    assert "llama has no plan for it in transformers; use accelerate_configs/fsdp" in said(
+        "tp", {}, base_model_tp_plan=None
+    )
+    assert "llama fuses matrices that would be cut apart" in said("tp", {}, base_model_tp_plan={"a": "packed_colwise"})
+    assert "or model.router_loss=0" in said("ulysses", {}, router_aux_loss_coef=0.1)

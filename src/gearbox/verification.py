@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from gearbox.backend import gather, precision
+from gearbox import backend
 from gearbox.config import Recipe, UserError
 from gearbox.gear import Gear
 from gearbox.pipeline import Pipeline
@@ -25,13 +25,13 @@ def verify(
     facts: dict[str, tuple[Any, Any]] = {
         "ranks": (gear.num_processes, accelerator.num_processes),
         "engine": (engine, engine),
-        "precision": (precision(gear), _precision_running(accelerator, model, gear)),
+        "precision": (backend.precision(gear), _precision_running(accelerator, model, gear)),
         "accumulation": (accumulation, accelerator.gradient_accumulation_steps),
     }
     if gear.engine == "zero":
         facts["clip"] = (float(recipe.optim.max_grad_norm), float(model.gradient_clipping()))
         facts["accumulation"] = (accumulation, model.gradient_accumulation_steps())
-        if precision(gear) == "bf16":
+        if backend.precision(gear) == "bf16":
             facts["gradients in"] = (torch.float32, model.communication_data_type)
             facts["gradients kept in"] = (torch.float32, model.get_data_types()[1])
     elif gear.engine == "fsdp":
@@ -68,8 +68,8 @@ def verify(
 
 def _stages(model: Pipeline) -> tuple[list[str], int]:
     """The layers of each rank's stage, and the bytes of the whole model. UserError where two train one weight."""
-    stages = gather(model.layers)
-    held = gather(
+    stages = backend.gather(model.layers)
+    held = backend.gather(
         {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
     )
     for name, (_, is_trained) in held[0].items():
