@@ -280,7 +280,7 @@ def train_step(
     have tokens of their own and divide by the micro batches, so both are multiplied back. Where loss or gradient are
     not finite on one rank, the norm is finite on none, and no rank takes the step.
     """
-    from gearbox import backend
+    from gearbox import backend, sequences
 
     if gear.degree("pp") > 1:
         return pipelined_step(gear, accelerator, model, optimizer, batch, max_grad_norm, beat)
@@ -290,7 +290,7 @@ def train_step(
     for number, micro in enumerate(batch.micro_batches, start=1):
         beat(f"micro batch {number}")
         inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
-        with accelerator.accumulate(model), backend.own_tokens(gear, accelerator, inputs) as inputs:
+        with accelerator.accumulate(model), sequences.own_tokens(gear, accelerator, inputs) as inputs:
             share = model(**inputs) / max(1, batch.num_targets)
             total += share.detach()
             if accelerator.sync_gradients:
@@ -348,11 +348,11 @@ def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
 
 def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
     """How far packed documents see each other in a batch of the shape that is trained: 0, if all is well."""
-    from gearbox import backend, data, loss
+    from gearbox import data, loss, sequences
 
     batch = rows.batch(data.fullest_rows(rows, micro_rows))
     batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-    seen = loss.leak(model, batch, num_tokens, lambda inputs: backend.own_tokens(gear, accelerator, inputs))
+    seen = loss.leak(model, batch, num_tokens, lambda inputs: sequences.own_tokens(gear, accelerator, inputs))
     return accelerator.gather(seen[None]).max().item()
 
 

@@ -18,7 +18,20 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 import train as train_script
-from gearbox import backend, corpus, data, evaluation, metrics, model, optim, preview, saving, tensors, verification  # noqa: F401  warm
+from gearbox import (  # noqa: F401  warm
+    backend,
+    corpus,
+    data,
+    evaluation,
+    metrics,
+    model,
+    optim,
+    preview,
+    saving,
+    sequences,
+    tensors,
+    verification,
+)
 from gearbox.config import ROOT, UserError
 from gearbox.gear import load_gear
 

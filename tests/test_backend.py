@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from gearbox import backend, verification
+from gearbox import backend, sequences, verification
 from gearbox.config import ROOT, UserError
 from gearbox.gear import Gear, load_gear
 
@@ -183,7 +183,7 @@ def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, mon
     """Without a mask of ours they see each other; the probe at the start finds it, in the mode of training."""
     isolated = train("ulysses", ranks=2)
     assert "a neighbour changes a token's loss by 0\n" in isolated.output, isolated.output
-    monkeypatch.setattr(backend, "_isolate_documents", lambda model: None)
+    monkeypatch.setattr(sequences, "isolate_documents", lambda model: None)
     assert "this model does not keep them apart, so each row holds one document" in train("ulysses", ranks=2).output
 
 

@@ -12,8 +12,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.tensor import DTensor
 
+from gearbox import sequences
 from gearbox.config import Recipe, UserError
-from gearbox.data import IGNORED
 from gearbox.gear import Gear
 from gearbox.pipeline import Part, Pipeline
 from gearbox.tensors import WHOLE, bare_optimizer
@@ -283,7 +282,7 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
-        _isolate_documents(model)
+        sequences.isolate_documents(model)
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
     if gear.engine == "pp":
         return _pipeline(gear, accelerator, model), accelerator.prepare(optimizer)
@@ -356,63 +355,6 @@ def _one_mesh_a_group(optimizer: torch.optim.Optimizer) -> None:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         groups += [group | {"params": parameters} for parameters in by_mesh.values()]
     optimizer.param_groups[:] = groups
-
-
-def _isolate_documents(model: Any) -> None:
-    """Let sdpa build the mask of packed documents from their positions, if it is given none.
-
-    Ulysses hands the attention whole sequences with their positions, and drops the mask, which was made for a part.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if model.config._attn_implementation != "sdpa":
-        return
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def isolated(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *rest: Any, **options: Any) -> Any:
-        positions = options.get("position_ids")
-        if attention_mask is None and positions is not None and (positions[:, 1:] == 0).any():
-            document = (positions == 0).cumsum(1)  # [B, T]
-            same = document[:, None, :, None] == document[:, None, None, :]
-            attention_mask = same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
-        return usual(module, query, key, value, attention_mask, *rest, **options)
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = isolated
-
-
-@contextmanager
-def own_tokens(
-    gear: Gear, accelerator: Accelerator, inputs: dict[str, torch.Tensor]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Of a micro batch ([B, T] each) the tokens that this rank computes, where ranks share a sequence.
-
-    Rows are filled up with tokens without targets to a length that can be cut.
-    """
-    num_parts, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
-    num_cuts = num_parts * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_parts
-    if num_cuts > 1:
-        inputs = _filled_up(inputs, num_cuts)
-    if gear.degree("cp") > 1:
-        buffers = list(inputs.values())
-        with accelerator.maybe_context_parallel(
-            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-        ):
-            yield inputs
-    else:
-        yield {name: tensor.chunk(num_parts, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
-
-
-def _filled_up(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
-    """Rows of a multiple of that length, with positions: what is added is a document of its own without targets."""
-    width = inputs["labels"].shape[1]
-    more = -width % multiple
-    positions = torch.arange(width, device=inputs["labels"].device).expand_as(inputs["labels"])
-    inputs = {"position_ids": positions, **inputs}
-    ends = {"position_ids": torch.arange(more, device=positions.device), "labels": torch.tensor(IGNORED)}
-    return {
-        name: torch.cat([tensor, ends.get(name, torch.tensor(0)).to(tensor).expand(len(tensor), more)], 1)
-        for name, tensor in inputs.items()
-    }
 
 
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
