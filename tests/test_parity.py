@@ -102,6 +102,27 @@ def test_adapters(train, single, gear, method):
     assert len(moved) == 14, "7 linear layers in each of 2 layers have an adapter that was trained and saved"
 
 
+@pytest.mark.parametrize("gear", ["tp", "ulysses", "pp"])
+def test_norms_of_heads(train, tmp_path, gear):
+    """Qwen3's: their gradients are added over the ranks that share the heads, once for each micro batch."""
+    from transformers import AutoTokenizer, Qwen3Config
+
+    from gearbox import model
+    from gearbox.config import ROOT
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, pad_token_id=0, eos_token_id=3, **shape
+    )
+    model.write_random(config, tokenizer, 0, tmp_path / "qwen3")
+    given = (*FULL, "run.rehearse=false", "model.init=pretrained", f"model.name={tmp_path / 'qwen3'}", "train.steps=5")
+    alone, outcome = checked(train("single", *given)), checked(train(gear, *given, ranks=2))
+    assert worst(outcome.kept_losses, alone.kept_losses) < 1e-5
+    for name, tensor in outcome.kept_weights.items():
+        assert torch.allclose(tensor, alone.kept_weights[name], rtol=0, atol=1e-4), name
+
+
 def test_64_rows_on_3_ranks(train):
     """64 = 21 x 3 + 1: the last round is filled with empty rows, which count nothing."""
     changes = ("batch.rows=64", "batch.micro_rows=5")

@@ -273,8 +273,38 @@ def loading(gear: Gear) -> dict[str, Any]:
 
         dp_size = 1
 
+    if gear.engine == "tp":
+        _sum_new_gradients_alone()
     tp = gear.degree("tp")
     return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}
+
+
+def _sum_new_gradients_alone() -> None:
+    """Mend how transformers 5.23 adds the gradients of norms of single heads (Qwen3) over the ranks that share heads.
+
+    It adds what has accumulated, with each micro batch once more: the first one's is then counted many times.
+    """
+    from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
+
+    def install_forward(self: Any, module: Any, mesh: Any) -> Any:
+        usual, hooked = module.forward, set()
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=mesh.get_group())
+            return gradient
+
+        def forward(*inputs: Any, **options: Any) -> Any:
+            for parameter in module.parameters(recurse=False):  # loading puts other ones in place of the first
+                if torch.is_grad_enabled() and parameter.requires_grad and parameter not in hooked:
+                    hooked.add(parameter)
+                    parameter.register_hook(summed)
+            return usual(*inputs, **options)
+
+        module.forward = forward
+        return module
+
+    ReplicatedWithGradAllReduce.install_forward = install_forward
 
 
 def prepare(
@@ -286,16 +316,8 @@ def prepare(
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
     if gear.engine == "pp":
         return _pipeline(gear, accelerator, model), accelerator.prepare(optimizer)
-    for module in model.modules() if gear.degree("tp") > 1 else ():
-        if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
-            # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
-            module.out_features, module.in_features = module.weight.shape
-    for parameter in model.parameters() if gear.degree("tp") > 1 else ():
-        if (
-            isinstance(parameter, DTensor)
-            and parameter.to_local().untyped_storage().nbytes() > parameter.to_local().nbytes
-        ):
-            parameter._local_tensor = parameter.to_local().clone()  # else, on a CPU, the whole tensor stays in memory
+    if gear.degree("tp") > 1:
+        _mend_parts(model)
     if gear.engine == "tp":
         # As DDP's, without its wrapper: the ranks have one model together.
         model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -311,6 +333,19 @@ def prepare(
     if type(bare_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(bare_optimizer(optimizer))
     return model, optimizer
+
+
+def _mend_parts(model: torch.nn.Module) -> None:
+    """What transformers and PEFT leave amiss of matrices that are cut over ranks."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
+            # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
+            module.out_features, module.in_features = module.weight.shape
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            if local.untyped_storage().nbytes() > local.nbytes:  # on a CPU a view keeps the whole in memory
+                parameter._local_tensor = local.clone()
 
 
 def part(gear: Gear) -> Part | None:
