@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gearbox.config import UserError
 from gearbox.data import IGNORED
 from gearbox.gear import Gear
 
@@ -22,6 +23,10 @@ def isolate_documents(model: Any) -> None:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if model.config._attn_implementation == "eager":
+        raise UserError(
+            f"model.name: {model.config.model_type} has eager attention alone, which cannot cut rows; use zero3"
+        )
     if model.config._attn_implementation != "sdpa":
         return
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -1,4 +1,4 @@
-"""The committed table of gears and methods is still true: its diagonal, and each day another part of the rest."""
+"""`make cells`: the committed table of gears and methods is still true: its diagonal, and each day others of the rest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
