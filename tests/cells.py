@@ -1,4 +1,4 @@
-"""`make cells`: the committed table of gears and methods is still true: its diagonal, and each day others of the rest."""
+"""`make cells`: the committed table of gears and methods is still true: its diagonal, and each day some of the rest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
