@@ -34,7 +34,7 @@ lint: $(STAMP)  ## ruff and mypy
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/faults/battery.py
 
-matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md, half an hour
+matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md, a quarter of an hour
 	$(BIN)/python tests/matrix.py
 
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
