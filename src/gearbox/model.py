@@ -170,7 +170,7 @@ def load(
     recipe: Recipe,
     tokenizer: Any,
     precision: str,
-    placing: dict[str, Any],
+    placing: dict[str, Any] | None = None,
     part: pipeline.Part | None = None,
 ) -> torch.nn.Module:
     """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
@@ -182,7 +182,8 @@ def load(
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings), **placing}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings)}
+    options |= placing or {}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
     family = AutoModelForCausalLM
