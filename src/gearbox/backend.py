@@ -453,12 +453,8 @@ def _norm_of_parts(gradients: list[torch.Tensor]) -> float:
         sums[groups] = sums.get(groups, 0) + local.float().square().sum()
     for groups, squares in sums.items():
         for group in groups:
-            _over(group, squares)
+            torch.distributed.all_reduce(squares, group=group)
     return float(sum(sums.values())) ** 0.5
-
-
-def _over(group: Any, squares: torch.Tensor) -> None:
-    torch.distributed.all_reduce(squares, group=group)
 
 
 def draw_from(*numbers: int) -> None:

@@ -110,7 +110,7 @@ class Gear:
     @property
     def offload(self) -> str | None:
         """Where weights and optimizer state wait: cpu, nvme, or None where they stay on the GPU."""
-        if (self.settings.get("fsdp_config") or {}).get("fsdp_offload_params") is True:
+        if str((self.settings.get("fsdp_config") or {}).get("fsdp_offload_params")).lower() == "true":  # as accelerate
             return "cpu"
         zero = (self.zero_json or {}).get("zero_optimization", {})
         devices = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}

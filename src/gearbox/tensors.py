@@ -1,8 +1,8 @@
 """A run's tensors by parameter name, whichever engine holds them: what this rank has, and putting it back.
 
-Beside `backend`, the only module that may name an engine. An engine cuts a flattened tensor into runs of elements, or
-(tensor parallelism) a tensor into boxes; a saved part fits any other cut. Nothing here communicates but
-`whole_parameters` and, by the `gather` that it is given, `held`.
+With `backend`, `verification` and `gear`, the only module that may name an engine. An engine cuts a flattened tensor
+into runs of elements, or (tensor parallelism) a tensor into boxes; a saved part fits any other cut. Nothing here
+communicates but `whole_parameters` and what is given `gather`, which every rank must call.
 """
 
 from __future__ import annotations
