@@ -302,9 +302,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(train, monkeypa
     usual = script.train_step
     counted = [0]
 
-    def left_out(accelerator, model, optimizer, batch, *rest):
+    def left_out(parts, accelerator, model, optimizer, batch, *rest):
         counted[0] += 1
-        return (1.0, 1.0) if counted[0] == 3 else usual(gear, accelerator, model, optimizer, batch, *rest)
+        return (1.0, 1.0) if counted[0] == 3 else usual(parts, accelerator, model, optimizer, batch, *rest)
 
     monkeypatch.setattr(script, "train_step", left_out)
     without = train(gear, *STEPS, "train.steps=5", "run.name=without", ranks=ranks)

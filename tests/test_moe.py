@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers
 
 from gearbox import loss, model
-from gearbox.config import ROOT, Adapter, Model, UserError
+from gearbox.config import ROOT, UserError, load_recipe
 from gearbox.data import IGNORED
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
@@ -193,6 +193,8 @@ def test_without_the_router_loss_it_trains_otherwise(moe):
 
 def test_experts_are_not_quantized(family, tmp_path):
     model.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
-    source = Model(name=str(tmp_path / "base"), quantize="nf4")
+    base = str(tmp_path / "base")
+    overrides = [f"model.name={base}", "adapter.method=lora", "model.quantize=nf4"]
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", overrides)
     with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
-        model.load(source.name, source, Adapter(method="lora"), 0, "no", "fp32")
+        model.load(base, recipe, TOKENIZER, "no")
