@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
-test: $(STAMP)  ## all tests
-	$(BIN)/pytest
+test: $(STAMP)  ## all tests, in two processes
+	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Forked ranks from a warm parent: each runs the real train.py under the environment that `accelerate launch` sets."""
 
+import gc
 import json
 import os
 import sys
@@ -11,11 +12,18 @@ from pathlib import Path
 
 import accelerate.commands.launch as launcher
 import bitsandbytes  # noqa: F401  warm
-import deepspeed  # noqa: F401  warm
+import datasets  # noqa: F401  warm
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.ops.op_builder.all_ops
+import deepspeed.runtime.superoffload.superoffload_stage3
+import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  warm
 import peft  # noqa: F401  warm
 import torch
+import torch.utils.tensorboard
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from safetensors.torch import load_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
 import train as train_script
 from gearbox import (  # noqa: F401  warm
@@ -27,6 +35,7 @@ from gearbox import (  # noqa: F401  warm
     model,
     optim,
     preview,
+    report,
     saving,
     sequences,
     tensors,
@@ -35,6 +44,7 @@ from gearbox import (  # noqa: F401  warm
 from gearbox.config import ROOT, UserError
 from gearbox.gear import load_gear
 
+get_checkpoint_conversion_mapping("llama")  # warm: it compiles a thousand patterns, and keeps them
 torch.set_num_threads(1)  # after ops on two threads, forked children hang
 PATIENCE = 15  # seconds for the others after one has failed
 TIMEOUT = 300  # seconds until hanging ranks are killed; far above any run here
@@ -93,6 +103,7 @@ def fork_ranks(
         child = os.fork()
         if child == 0:
             code = 1
+            gc.freeze()  # else the child's collector goes through all that the parent has, and copies its pages
             try:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)

@@ -46,6 +46,7 @@ def test_the_commands_of_the_guides(clone, chats):
     programs = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
     executed = 0
+    asked = []
     for line in COMMANDS:
         if line.startswith("source "):
             continue
@@ -58,7 +59,12 @@ def test_the_commands_of_the_guides(clone, chats):
         )
         assert outcome.returncode == 0, f"{line}\n{outcome.stdout}\n{outcome.stderr}"
         executed += 1
+        if "src/ask.py" in line:
+            asked.append(outcome.stderr)
     assert executed == len(COMMANDS) - 1 >= 12
+    assert asked and not any(asked), "an answer comes without warnings"
+    runs = {path.name for path in (clone / "runs").iterdir()}
+    assert {"tiny-zero3", "tiny-ddp", "tiny-ddp-2", "tiny-single", "tiny-single-2"} <= runs, "nothing is overwritten"
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
     assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
     assert mine["data"] == {"path": "chats.jsonl"}

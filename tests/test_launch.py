@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+import ask
 from gearbox.config import ROOT
 from matrix import disk_operations_are_built
 
@@ -69,20 +70,12 @@ def test_every_gear(shell, small, tmp_path, gear):
     assert "Warning" not in outcome.stderr, outcome.stderr
 
 
-def test_two_gears_train_twice_and_overwrite_nothing(shell, small, tmp_path):
-    for _ in range(2):
-        assert shell(f"python src/train.py {small}").returncode == 0
-    assert shell(f"torchrun --nproc_per_node 2 src/train.py {small}").returncode == 0
-    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert folders == ["tiny-ddp", "tiny-single", "tiny-single-2"]
-
-
-def test_a_saved_model_answers(shell, small, tmp_path):
-    assert shell(f"python src/launch.py fsdp {small} run.name=mine adapter.method=lora").returncode == 0
-    outcome = shell(f"python src/ask.py {tmp_path}/runs/mine/model 'sort dbca' max_new_tokens=3")
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stderr == ""
-    assert len(outcome.stdout.strip()) <= 3 * 4, "three byte tokens, shown as at most three characters"
+def test_a_saved_model_answers(train, capsys):
+    folder = train("fsdp", "adapter.method=lora").folder
+    ask.main([f"{folder}/model", "sort dbca", "max_new_tokens=3"])
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert len(said.out.strip()) <= 3 * 4, "three byte tokens, shown as at most three characters"
 
 
 @pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
@@ -200,19 +193,15 @@ def test_stopped_with_85_and_gone_on_with_by_the_same_command(launched, tmp_path
     assert steps(folder) == list(range(1, status["step"] + 6))
 
 
-def test_a_refusal_of_several_ranks_is_told_with_its_code(shell, small, tmp_path):
+def test_a_refusal_of_several_ranks_is_told_with_its_code(shell, train):
     """Found when the ranks already wait for each other, and torch's launcher ends those that are left."""
-    line = f"python src/launch.py ddp --num_processes=2 {small} run.name=y"
-    assert shell(line).returncode == 0
-    status = (tmp_path / "runs/y/status.json").read_text()
-    for change, said in (
-        ("run.resume=latest optim.lr=1e-5", "optim.lr was 0.002 and is 1e-05"),
-        ("run.resume=latest run.name=none", "holds no run 'none'"),
-    ):
-        refused = shell(f"{line} {change}")
-        assert refused.returncode == 2, refused.stderr
-        assert said in last_line(refused.stderr)
-    assert (tmp_path / "runs/y/status.json").read_text() == status, "a refusal says nothing of the run that was there"
+    folder = train("ddp", "run.name=y", "save.every=3", ranks=2).folder
+    status = (folder / "status.json").read_text()
+    again = f"{folder}/resolved.yaml run.name=y run.resume=latest optim.lr=1e-5"
+    refused = shell(f"python src/launch.py ddp --num_processes=2 {again}")
+    assert refused.returncode == 2, refused.stderr
+    assert "optim.lr was 0.002 and is 1e-05" in last_line(refused.stderr)
+    assert (folder / "status.json").read_text() == status, "a refusal says nothing of the run that was there"
 
 
 def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeypatch):

@@ -22,28 +22,6 @@ from test_parity import averaged_per_micro_batch, clipped_at_auto
 SMALL = ("batch.rows=6", "batch.row_tokens=128", "batch.micro_rows=1", "optim.max_grad_norm=0.5")
 
 
-def test_cold(tmp_path, chats):
-    """As a user runs it; beside the figures nothing large stays, and a folder that is there is left alone."""
-    (tmp_path / "runs" / "parity-tiny").mkdir(parents=True)
-    command = [sys.executable, "src/parity.py", "--gears", "single,fsdp", "--steps", "3", *SMALL]
-    outcome = subprocess.run(
-        [*command, f"run.dir={tmp_path}/runs", f"data.path={chats}"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert rows(outcome.stdout)["single-1"].endswith("reference") and rows(outcome.stdout)["fsdp-2"].endswith("equal")
-    folder = tmp_path / "runs" / "parity-tiny-2"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "fsdp-2", "fsdp-2.log", "parity.html", "single-1", "single-1.log",
-    ]  # fmt: skip
-    assert sorted(path.name for path in (folder / "fsdp-2").iterdir()) == [
-        "lock", "metrics.jsonl", "report.html", "resolved.yaml", "status.json", "tensorboard",
-    ]  # fmt: skip
-    page = (folder / "parity.html").read_text()
-    assert page.count("<svg") == 6 and page.count("<polyline") == 2 * 2 + 4 * 3
-    assert list((tmp_path / "runs" / "parity-tiny").iterdir()) == []
-
-
 def rows(said: str) -> dict[str, str]:
     """The lines of the table by their gear."""
     lines = [line.strip() for line in said.split(" verdict")[1].splitlines()]
@@ -70,6 +48,24 @@ def compare(tmp_path, chats, monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return call
+
+
+def test_what_stays_beside_the_figures(compare, tmp_path):
+    """Nothing large; and a folder that is there is left alone."""
+    (tmp_path / "runs" / "parity-tiny").mkdir(parents=True)
+    code, said = compare("single,fsdp")
+    assert code == 0, said
+    assert rows(said)["single-1"].endswith("reference") and rows(said)["fsdp-2"].endswith("equal")
+    folder = tmp_path / "runs" / "parity-tiny-2"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "fsdp-2", "fsdp-2.log", "parity.html", "single-1", "single-1.log",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (folder / "fsdp-2").iterdir()) == [
+        "lock", "metrics.jsonl", "report.html", "resolved.yaml", "status.json", "tensorboard",
+    ]  # fmt: skip
+    page = (folder / "parity.html").read_text()
+    assert page.count("<svg") == 6 and page.count("<polyline") == 2 * 2 + 4 * 3
+    assert list((tmp_path / "runs" / "parity-tiny").iterdir()) == []
 
 
 def test_three_gears_are_equal(compare):

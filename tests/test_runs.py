@@ -54,6 +54,14 @@ def test_latest_goes_on_even_with_a_finished_run_and_never_does_not(train):
     assert refused.codes == [2] and "holds no run 'other'" in refused.output
 
 
+def test_latest_does_not_begin_a_finished_run_again(train):
+    done = checked(train("single", *STEPS, "save.every=0"))
+    before = {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
+    refused = train("single", *STEPS, "save.every=0", "run.resume=latest")
+    assert refused.codes == [2] and "is done and has no checkpoint to go on from" in refused.output
+    assert {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_from_a_checkpoint_is_another_run(train):
     first = checked(train("single", *STEPS, "run.name=x", "train.steps=3"))
     here = first.folder / "checkpoints" / "step-2"
