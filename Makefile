@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
 
-.PHONY: help setup train test lint bench faults matrix cells format schema smollm2 image clean
+.PHONY: help setup train test lint bench faults matrix cells commands format schema smollm2 image clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md
 
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
 	$(BIN)/pytest tests/cells.py
+
+commands: $(STAMP)  ## every command of README and docs, as a user runs it
+	$(BIN)/pytest tests/commands.py
 
 bench: $(STAMP) smollm2  ## how fast data is prepared, what a checkpoint costs, how long stages idle; FILE=alpaca.json
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
