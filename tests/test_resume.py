@@ -68,6 +68,8 @@ def assert_equal(outcome, reference):
         ("zero3", 3, ()),
         ("zero3", 2, DROPOUT),
         ("fsdp", 2, QDORA),
+        ("fsdp", 2, ("optim.name=adamw_8bit",)),
+        ("tp", 2, ("optim.name=adamw_8bit",)),
         ("zero2", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
     ],
 )
