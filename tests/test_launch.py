@@ -97,6 +97,7 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(shell, tmp_path, gear):
         ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
         ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
         ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
+        ("train.py run.resume=latest run.name=none", "holds no run 'none'"),
         ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
         ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
         ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),

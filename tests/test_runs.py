@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train as script
-from gearbox import checkpoint
+from gearbox import checkpoint, runs
 from test_checkpoint import flip
 
 STEPS = ("schedule.name=constant", "save.every=1", "train.steps=2")
@@ -54,9 +54,19 @@ def test_latest_goes_on_even_with_a_finished_run_and_never_does_not(train):
     assert refused.codes == [2] and "holds no run 'other'" in refused.output
 
 
-def test_latest_does_not_begin_a_finished_run_again(train):
+@pytest.mark.parametrize("when", ["before", "while this one waits for its lock"])
+def test_latest_does_not_begin_a_finished_run_again(train, monkeypatch, when):
     done = checked(train("single", *STEPS, "save.every=0"))
     before = {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
+    if when != "before":
+        unfinished(done.folder)
+        usual = runs._lock
+
+        def lock(folder):
+            (folder / "status.json").write_bytes(before[folder / "status.json"])
+            return usual(folder)
+
+        monkeypatch.setattr(runs, "_lock", lock)
     refused = train("single", *STEPS, "save.every=0", "run.resume=latest")
     assert refused.codes == [2] and "is done and has no checkpoint to go on from" in refused.output
     assert {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()} == before

@@ -138,13 +138,14 @@ def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
         raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
     if series and (resume != "never" or is_restart):
         last = series[-1]
-        is_done = command.read_outcome(last / "status.json").get("outcome") == "done"
-        if resume == "latest" and is_done and not checkpoint.steps(last / "checkpoints"):
-            raise UserError(
-                f"run.resume: latest, but {last} is done and has no checkpoint to go on from; take run.resume=never"
-            )
         if resume == "latest" or _is_to_continue(last, recipe, is_restart):
             lock = _lock(last)
+            is_done = command.read_outcome(last / "status.json").get("outcome") == "done"
+            if resume == "latest" and is_done and not checkpoint.steps(last / "checkpoints"):
+                lock.release()
+                raise UserError(
+                    f"run.resume: latest, but {last} is done and has no checkpoint to go on from; take run.resume=never"
+                )
             if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # it may have ended meanwhile
                 return last, False, lock
             lock.release()
