@@ -56,7 +56,7 @@ SIDEWAYS = {
     ("parity", "report"): "and shown on a page of the same kind",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
-LIGHT = ["command", "compatibility", "config", "gear", "progress", "redact", "watch"]
+LIGHT = ["cluster", "command", "compatibility", "config", "gear", "progress", "redact", "watch"]
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}
