@@ -1,6 +1,9 @@
 """Check everything that can be checked in a second, then train under a gear, and go on where a rank dies.
 
-python src/launch.py GEAR [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+
+Where a job has several machines each runs this with its place among them: --num_machines, --machine_rank,
+--main_process_ip and --main_process_port, or torchrun's PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
 
 Exit codes: 0 done; 2 a mistake of yours; 85 saved, the same command goes on; 93 failed, it would fail again.
 """
@@ -12,32 +15,42 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from gearbox import command
+from gearbox.cluster import Place, take_place
 from gearbox.compatibility import check_against
 from gearbox.config import ROOT, UserError, accumulation, load_recipe
 from gearbox.gear import gear_names, gear_path, load_gear
 
 TRAIN = ROOT / "src" / "train.py"
+DOCTOR = ROOT / "src" / "doctor.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MAX_RESTARTS = 3  # without a newer checkpoint between them
 SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
+JOIN_SECONDS = 300  # for machines to meet, beyond the time in which one may still wait for a rank that is gone
+MAX_ALONE = 5  # tries in which this machine met no other
+LOOK_SECONDS = 1.0
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         gears = ", ".join(gear_names())
-        raise UserError(f"usage: python src/launch.py GEAR [RECIPE] [key.sub=value ...]; the gears: {gears}")
+        raise UserError(f"usage: python src/launch.py GEAR [--doctor] [RECIPE] [key.sub=value ...]; the gears: {gears}")
     path = gear_path(arguments[0])
-    flags = [argument for argument in arguments[1:] if argument.startswith("--")]
+    asks_doctor = "--doctor" in arguments
+    given = [argument for argument in arguments[1:] if argument.startswith("--") and argument != "--doctor"]
     ours = [argument for argument in arguments[1:] if not argument.startswith("--")]
-    if bare := [flag for flag in flags if "=" not in flag]:
+    if bare := [flag for flag in given if "=" not in flag]:
         raise UserError(f"{bare[0]}: write the launcher's flags as {bare[0]}=VALUE")
+    flags, place = take_place(dict(flag.removeprefix("--").split("=", 1) for flag in given))
 
     recipe_path, overrides = command.split_arguments(ours)
     problems = []
@@ -47,7 +60,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         problems.append(str(error))
     try:
-        gear = load_gear(path, dict(flag.removeprefix("--").split("=", 1) for flag in flags))
+        gear = load_gear(path, flags)
     except UserError as error:
         problems.append(str(error))
     if recipe is None or gear is None:
@@ -55,16 +68,33 @@ def main(arguments: list[str]) -> int:
     check_against(
         gear, recipe, recipe_path, *accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
     )
-    return train([f"--config_file={path}", *flags], [str(recipe_path), *overrides])
+    if place is not None and gear.num_processes % place.num_machines:
+        raise UserError(f"--num_processes={gear.num_processes}: {place.num_machines} machines cannot share them evenly")
+    launcher = [f"--config_file={path}", *(f"--{name}={value}" for name, value in flags.items())]
+    join_seconds = recipe.run.hang_timeout + JOIN_SECONDS
+    if asks_doctor and (code := train(launcher, [], DOCTOR, place=place, join_seconds=join_seconds)):
+        return code
+    return train(launcher, [str(recipe_path), *overrides], place=place, join_seconds=join_seconds)
 
 
-def train(flags: list[str], arguments: list[str], script: Path = TRAIN, output: IO[str] | None = None) -> int:
+def train(
+    flags: list[str],
+    arguments: list[str],
+    script: Path = TRAIN,
+    output: IO[str] | None = None,
+    place: Place | None = None,
+    join_seconds: float = float("inf"),
+) -> int:
     """Run the script under `accelerate launch` until it is done, saved or failed; returns the exit code.
 
     All that is said goes to the screen, or to `output`. One launcher a try, with a rendezvous of its own: no gear needs
-    another way, and a launcher that dies is no exception. A try that comes to a newer checkpoint is progress.
+    another way, and a launcher that dies is no exception. A try that comes to a newer checkpoint is progress. Of
+    several machines each tries by itself, and has join_seconds to meet the others again.
     """
     asked: list[int] = []
+    said = output or sys.stderr
+    if place is not None:
+        flags = [*flags, *place.flags(join_seconds)]
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder) / "outcome"
         environment = os.environ | {
@@ -72,16 +102,30 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN, output: 
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # it kills after 30 s what still saves
         }
-        newest = num_restarts = 0
+        newest = num_restarts = num_alone = 0
         run: str | None = None  # its folder, once it has taken a step
+        deadline = time.monotonic() + join_seconds
         while True:
             outcome_file.unlink(missing_ok=True)
-            code = _attempt([*flags, str(script), *arguments], environment, script, asked, output)
+            code, has_met = _attempt(
+                [*flags, str(script), *arguments], environment, script, asked, output, place,
+                partial(_may_wait, place, deadline, run),
+            )  # fmt: skip
+            if place is not None and not has_met and not asked:
+                num_alone += 1  # another machine may still be in the try before this one
+                if (ended := _ended(run)) is not None:
+                    return ended
+                if time.monotonic() < deadline and num_alone < MAX_ALONE:
+                    continue
+                print(f"gearbox: {place.num_machines} machines did not meet at {place.address}:{place.port} within "
+                      f"{join_seconds:g} s", file=said)  # fmt: skip
+                return code if run is None else command.EXIT_SAVED
+            deadline, num_alone = time.monotonic() + join_seconds, 0
             status = command.read_outcome(outcome_file)
             outcome, saved_step = status.get("outcome"), int(status.get("saved_step", newest))
             run = status["run"] if status.get("step") else run
             if outcome in ("refused", "failed"):
-                print(status["text"], file=output or sys.stderr)
+                print(status["text"], file=said)
             if outcome == "saved" and code == -signal.SIGKILL and not asked:
                 outcome = "running"  # nobody wanted this end: the launcher was killed, and its ranks have saved
             if outcome in command.EXIT_CODES:
@@ -96,37 +140,46 @@ def train(flags: list[str], arguments: list[str], script: Path = TRAIN, output: 
                 print(
                     f"gearbox: {MAX_RESTARTS} restarts in a row came to no checkpoint after step {newest}; the reason "
                     f"stands above; {run} keeps what there is",
-                    file=output or sys.stderr,
+                    file=said,
                 )
                 return command.EXIT_FAILED
             print(
                 f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {newest}",
-                file=output or sys.stderr,
+                file=said,
                 flush=True,
             )
             environment[command.RUN_FOLDER] = run
 
 
+def _may_wait(place: Place | None, deadline: float, run: str | None) -> bool:
+    """Whether machines that have not come may still come."""
+    return place is None or (time.monotonic() < deadline and _ended(run) is None)
+
+
+def _ended(run: str | None) -> int | None:
+    """The exit code of a run that another machine's launcher has ended, None while it goes on."""
+    status = command.read_outcome(Path(run) / "status.json") if run is not None else {}
+    return command.EXIT_CODES.get(status.get("outcome", ""))
+
+
 def _attempt(
-    arguments: list[str], environment: dict[str, str], script: Path, asked: list[int], output: IO[str] | None
-) -> int:
-    """One `accelerate launch`, with signals handed to the ranks; returns its exit code once no rank is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "accelerate.commands.launch", *arguments],
-        env=environment,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
-        preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
-    )
+    arguments: list[str],
+    environment: dict[str, str],
+    script: Path,
+    asked: list[int],
+    output: IO[str] | None,
+    place: Place | None,
+    may_wait: Callable[[], bool],
+) -> tuple[int, bool]:
+    """One `accelerate launch`, with signals handed to the ranks; returns its exit code once no rank is left, and
+    whether there were any: until then it waits for other machines, while it may."""
+    process: subprocess.Popen[bytes] | None = None
     ranks: list[psutil.Process] = []
 
     def look() -> None:
-        try:
-            children = psutil.Process(process.pid).children()
+        with suppress(psutil.Error):
+            children = psutil.Process(process.pid).children() if process else []
             ranks[:] = [child for child in children if str(script) in child.cmdline()] or ranks
-        except psutil.Error:
-            return
 
     def hand_on(number: int, _: Any) -> None:
         asked.append(number)
@@ -134,16 +187,32 @@ def _attempt(
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-        if not ranks:
+        if process and not ranks:
             process.terminate()
 
     usual = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:
+        if place is not None:
+            while not place.is_there():
+                if asked or not may_wait():
+                    return command.EXIT_CRASHED, False
+                time.sleep(LOOK_SECONDS)
+            environment = environment | place.environment()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "accelerate.commands.launch", *arguments],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
+            preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
+        )
         while process.poll() is None:
             try:
-                process.wait(timeout=1)
+                process.wait(timeout=LOOK_SECONDS)
             except subprocess.TimeoutExpired:
                 look()
+                if not ranks and not may_wait():
+                    process.terminate()
         _, alive = psutil.wait_procs(ranks, timeout=SHUTDOWN_SECONDS)
         for rank in alive:
             with suppress(psutil.NoSuchProcess):
@@ -151,7 +220,7 @@ def _attempt(
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-    return process.returncode
+    return process.returncode, bool(ranks)
 
 
 if __name__ == "__main__":

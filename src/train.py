@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from rich.markup import escape
 
-from gearbox import command, watch
+from gearbox import cluster, command, watch
 from gearbox.compatibility import check_against, check_architecture
 from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
 from gearbox.gear import Gear, find_gear
@@ -68,8 +68,14 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
     processes = backend.start_processes(gear)
+    seats = backend.seats()
+    cluster.check_one_world(seats)
     backend.check_same(f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
+    for line in cluster.table(seats):
+        screen.print(line)
+    if machines := cluster.num_idle(seats):
+        screen.print(f"hint: {machines} more machines of this job are idle; cluster/slurm/train.sbatch uses them all")
     if backend.is_rehearsal():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
     elif idle := backend.num_idle_gpus():
@@ -147,7 +153,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
                 run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
                 saved_step=run.saved_step, beat=watching.beat, agree=backend.agree, gather=backend.gather,
                 pieces=lambda: tensors.held(bare, optimizer, processes.process_index, backend.gather),
-                describe=describe, tell=lambda **said: tell_of_save(run, log, processes.is_main_process, **said),
+                describe=describe, tell=lambda **said: tell_of_save(run, log, **said),
             )  # fmt: skip
             watching.guard(backend.ranks_of_this_machine())
             stopped = fit(
@@ -176,8 +182,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             reply = ask_saved(run.folder / "model", question, recipe.model.trust_remote_code)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
             screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
-            run.says("done")
             screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
+        run.says("done")
     return 0
 
 
@@ -259,8 +265,7 @@ def fit(
             )
         if progress.step == first_step + 1:
             run.has_begun = True
-            if accelerator.is_main_process:
-                run.says("running")
+            run.says("running")
             backend.limit_waiting(recipe.run.hang_timeout + watch.GRACE_SECONDS)
             watching.limit(run.folder / "hang", recipe.run.hang_timeout)
 
@@ -329,10 +334,10 @@ def pipelined_step(
     return loss, grad_norm
 
 
-def tell_of_save(run: Any, log: Any, is_main: bool, **said: Any) -> None:
+def tell_of_save(run: Any, log: Any, **said: Any) -> None:
     log.save(**said)
     run.saved_step = said.get("saved", run.saved_step)
-    if "saved" in said and is_main:
+    if "saved" in said:
         run.says("running")
 
 
@@ -340,8 +345,7 @@ def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
     """The run was asked to stop: say from where it goes on; returns the exit code."""
     text = f"stopped at step {run.progress.step}; the same command goes on from step {run.saved_step}"
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        run.says("saved", text)
+    run.says("saved", text)
     screen.print(f"[bold green]saved[/]  {text}")
     return command.exit_code("saved")
 
@@ -379,7 +383,7 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num
     if recipe.model.init == "pretrained":
         return recipe.model.name
     base = folder / "base"
-    with processes.local_main_process_first():
+    with processes.main_process_first():
         if not base.exists():
             config = model.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:

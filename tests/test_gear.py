@@ -114,6 +114,7 @@ FSDP = {"fsdp_version": 2}
         ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be a whole number from 1"),
         ("tp", {"num_processes": 3}, "num_processes: 3 ranks cannot be cut into tp 2; 2 or 4 can"),
         ("tp", {"num_processes": 4}, "num_processes: 4 ranks are more than tp 2; with FSDP (fsdp_tp) they can be"),
+        ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 copies leave each copy one rank"),
         ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks cannot be cut into dp_replicate 2; 4 or 6 can"),
         ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) are 2, not 4"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU cannot do this; "),

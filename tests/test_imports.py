@@ -17,6 +17,7 @@ SIDEWAYS = {
     ("adapters", "pipeline"): "a stage has the adapters of its own layers",
     ("model", "adapters"): "and with its adapter",
     ("model", "pipeline"): "a stage is loaded as a model of its own",
+    ("backend", "cluster"): "where each rank sits",
     ("backend", "pipeline"): "the engine of its gear",
     ("verification", "pipeline"): "and what is held against it",
     ("pipeline", "data"): "IGNORED: the label of what fills up a row",

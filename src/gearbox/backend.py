@@ -25,6 +25,7 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_se
 from torch.distributed.tensor import DTensor
 
 from gearbox import sequences
+from gearbox.cluster import Seat
 from gearbox.config import Recipe, UserError
 from gearbox.gear import Gear
 from gearbox.pipeline import Part, Pipeline
@@ -169,6 +170,13 @@ def agree(numbers: list[int]) -> list[int]:
     counted = torch.tensor([int(number) for number in numbers], device=state.device)
     torch.distributed.all_reduce(counted)
     return counted.tolist()
+
+
+def seats() -> list[Seat]:
+    """Host and device of each rank, on every rank."""
+    device = PartialState().device
+    named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+    return gather(Seat(socket.gethostname(), named))
 
 
 def ranks_of_this_machine() -> dict[int, int]:

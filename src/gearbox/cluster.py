@@ -1,16 +1,115 @@
-"""Which rank sits on which machine, and whether the machines of a job have met. No torch."""
+"""This machine among those of a job: where its launcher meets the others, which rank sits where. No torch."""
 
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
+import psutil
+
 from gearbox.config import UserError
+
+# accelerate's flags, and the names in the environment that stand for them: torchrun's, which Kubeflow Trainer sets and
+# our Slurm script too, then what Slurm and an indexed job of Kubernetes call a machine's number.
+PLACE = {
+    "num_machines": ("PET_NNODES",),
+    "machine_rank": ("PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"),
+    "main_process_ip": ("PET_MASTER_ADDR",),
+    "main_process_port": ("PET_MASTER_PORT",),
+}
+RANKS_PER_MACHINE = "PET_NPROC_PER_NODE"
 
 # What says in each machine's environment how many of them the job has: Slurm's step, torchrun's own name, which
 # Kubeflow Trainer sets too.
 NUM_MACHINES = ("SLURM_STEP_NUM_NODES", "PET_NNODES")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of several machines, each with a launcher of its own."""
+
+    num_machines: int
+    rank: int
+    address: str
+    """Of the first machine: a name or an IP address by which all reach it."""
+    port: int
+
+    def flags(self, join_seconds: float) -> list[str]:
+        """What accelerate's launcher is told. The rendezvous is kept by the first machine."""
+        conf = f"is_host={str(self.rank == 0).lower()},join_timeout={int(join_seconds)}"
+        return [
+            f"--num_machines={self.num_machines}", f"--machine_rank={self.rank}", "--rdzv_backend=c10d",
+            f"--main_process_ip={self.address}", f"--main_process_port={self.port}", f"--rdzv_conf={conf}",
+        ]  # fmt: skip
+
+    def environment(self) -> dict[str, str]:
+        """What torch would else guess from this machine's hostname, which may lead to its own loopback.
+
+        c10d numbers machines by the order of their addresses, and uses that of the first one alone: so the others'
+        need only be in order.
+        """
+        found = {"PET_LOCAL_ADDR": self.address if self.rank == 0 else f"~{self.rank:06d}"}
+        if (interface := self._interface()) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            found["GLOO_SOCKET_IFNAME"] = interface
+        return found
+
+    def is_there(self) -> bool:
+        """Whether the first machine listens."""
+        if self.rank == 0:
+            return True
+        with suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
+            return True
+        return False
+
+    def _interface(self) -> str | None:
+        """The network interface through which the first machine is reached."""
+        try:
+            family, kind, protocol, _, there = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(there)  # sends nothing
+                here = probe.getsockname()[0]
+        except OSError:
+            return None
+        found = psutil.net_if_addrs().items()
+        return next((name for name, all_of in found if any(one.address == here for one in all_of)), None)
+
+
+def take_place(flags: dict[str, str]) -> tuple[dict[str, str], Place | None]:
+    """The launcher's flags with the number of ranks, and where this machine stands if it is one of several.
+
+    What the flags leave out is taken from the environment. Raises UserError where it is not enough.
+    """
+    found = {flag: next((os.environ[n] for n in names if n in os.environ), None) for flag, names in PLACE.items()}
+    found |= {flag: flags[flag] for flag in PLACE if flag in flags}
+    rest = {flag: value for flag, value in flags.items() if flag not in PLACE}
+    num_machines = _number(found["num_machines"] or "1", "num_machines", least=1)
+    if "num_processes" not in rest and RANKS_PER_MACHINE in os.environ:
+        ranks = _number(os.environ[RANKS_PER_MACHINE], RANKS_PER_MACHINE, least=1, names=())
+        rest["num_processes"] = str(ranks * num_machines)
+    if num_machines == 1:
+        return rest | ({"main_process_port": flags["main_process_port"]} if "main_process_port" in flags else {}), None
+    for flag in PLACE:
+        if found[flag] is None:
+            raise UserError(
+                f"--num_machines={num_machines}: give --{flag}=... too, or set {PLACE[flag][0]}; see docs/cluster.md"
+            )
+    rank = _number(found["machine_rank"], "machine_rank")
+    if rank >= num_machines:
+        raise UserError(f"--machine_rank={rank}: {num_machines} machines are numbered 0 to {num_machines - 1}")
+    port = _number(found["main_process_port"], "main_process_port", least=1)
+    return rest, Place(num_machines, rank, str(found["main_process_ip"]), port)
+
+
+def _number(value: str | None, flag: str, least: int = 0, names: tuple[str, ...] | None = None) -> int:
+    if value is None or not value.isdigit() or int(value) < least:
+        known = PLACE[flag] if names is None else names
+        told = "".join(f" ({name})" for name in known[:1])
+        elastic = "; torchrun --nnodes=1:4 is elastic, this is not" if value and ":" in value else ""
+        raise UserError(f"{flag}{told}: must be a whole number from {least}, found {value!r}{elastic}")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -55,3 +154,8 @@ def check_one_world(seats: list[Seat]) -> None:
                 f"machine would train alone; start all with --num_machines={asked}, --machine_rank, --main_process_ip "
                 "and --main_process_port, as cluster/slurm/train.sbatch does"
             )
+
+
+def num_idle(seats: list[Seat]) -> int:
+    """Machines of this Slurm job without a rank."""
+    return max(0, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) - len({seat.host for seat in seats}))

@@ -247,6 +247,11 @@ def _wrong_degrees(kind: str, given: dict[str, Any], num_processes: int) -> list
     rest = num_processes // together
     if "dp_shard" in asked and sizes["dp_shard"] != rest:
         return [f"{key.format('dp_shard')}: {num_processes} ranks / ({named or 1}) are {rest}, not {sizes['dp_shard']}"]
+    if "dp_replicate" in asked and rest * sizes["cp"] == 1:
+        return [
+            f"num_processes: {num_processes} ranks in {sizes['dp_replicate']} copies leave each copy one rank, with "
+            f"nothing to cut; give {2 * together} ranks, or take accelerate_configs/ddp.yaml"
+        ]
     if kind == "MULTI_GPU" and "tp" in asked and rest > 1:
         return [f"num_processes: {num_processes} ranks are more than tp {sizes['tp']}; with FSDP (fsdp_tp) they can be"]
     return []

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gearbox.progress import Progress
 from gearbox.redact import redacted
 
 LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
+APPEARS_SECONDS = 10  # NFS may remember that a folder was not there
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
 
@@ -69,12 +71,13 @@ class Run:
             )
 
     def says(self, outcome: str, text: str = "") -> None:
-        """Leave in status.json how the run stands. For rank 0."""
-        command.conclude(
-            outcome, text, self.folder, run=str(self.folder), step=self.progress.step,
-            saved_step=self.saved_step,
-            pid=os.getpid(), host=socket.gethostname(),
-        )  # fmt: skip
+        """Leave in status.json how the run stands, and tell it to each machine's launcher. Called by every rank."""
+        folder = self.folder if os.environ.get("RANK", "0") == "0" else None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            command.conclude(
+                outcome, text, folder, run=str(self.folder), step=self.progress.step, saved_step=self.saved_step,
+                pid=os.getpid(), host=socket.gethostname(),
+            )  # fmt: skip
 
 
 @contextmanager
@@ -87,15 +90,21 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
 
     def choose() -> tuple[str, bool]:
         try:
-            folder, is_new, lock = _choose(recipe, recipe.run.name or default_name)
+            folder, is_new, lock = _choose(recipe, recipe.run.name or default_name, begun)
         except OSError as error:
             raise UserError(f"run.dir: {recipe.run.dir} cannot be written: {error.strerror}") from None
         mine.append(lock)
         return str(folder), is_new
 
+    begun = next(filter(None, processes.gather(os.environ.get(command.RUN_FOLDER))), None)  # one launcher may be newer
     name, is_new = processes.first_decides(choose)
     run = Run(Path(name), Progress())
     try:
+        blind = [str(rank) for rank, sees in enumerate(processes.gather(_appears(run.folder))) if not sees]
+        if blind:
+            raise UserError(
+                f"run.dir: rank {', '.join(blind)} cannot see {run.folder}; all machines need the same run.dir"
+            )
         here = recipe.run.resume in RESUME or checkpoint.steps(run.checkpoints)
         _find(run, run.checkpoints if here else Path(recipe.run.resume), recipe, processes, tell)
         if mine:
@@ -109,11 +118,10 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
                 run.says("running")
         yield run
     except BaseException as found:
-        if mine:
-            if run.has_begun and isinstance(found, UserError):
-                run.says("failed", f"gearbox: {found}")
-            if is_new and not run.has_begun:
-                shutil.rmtree(run.folder, ignore_errors=True)
+        if run.has_begun and isinstance(found, UserError):
+            run.says("failed", f"gearbox: {found}")
+        if mine and is_new and not run.has_begun:
+            shutil.rmtree(run.folder, ignore_errors=True)
         raise
     finally:
         for lock in mine:
@@ -126,14 +134,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
-def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
-    """The folder to run in, whether it is new, and its lock."""
+def _choose(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, FileLock]:
+    """The folder to run in, whether it is new, and its lock; `begun` is the one that a launcher wants gone on with."""
     parent, resume = Path(recipe.run.dir), recipe.run.resume
     parent.mkdir(parents=True, exist_ok=True)
     series = _series(parent, name)
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if command.RUN_FOLDER in os.environ:
-        return (folder := Path(os.environ[command.RUN_FOLDER])), False, _lock(folder)
+    if begun is not None:
+        return (folder := Path(begun)), False, _lock(folder)
     if resume == "latest" and not series:
         raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
     if series and (resume != "never" or is_restart):
@@ -151,6 +159,16 @@ def _choose(recipe: Recipe, name: str) -> tuple[Path, bool, FileLock]:
             lock.release()
     folder = _claim(parent, name)
     return folder, True, _lock(folder)
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this machine sees a folder that another one may have made just now."""
+    deadline = time.monotonic() + APPEARS_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def _series(parent: Path, name: str) -> list[Path]:

@@ -1,0 +1,90 @@
+"""Two hosts on this machine: network namespaces on a bridge, each with a hostname of its own. Files are shared."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here, None if there can."""
+    if os.geteuid() != 0:
+        return "two hosts in network namespaces need root"
+    if missing := [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]:
+        return f"two hosts need {', '.join(missing)}: apt-get install iproute2 util-linux hostname"
+    name = f"gb{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else None
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    address: str
+    namespace: str
+    cable: str
+    """The bridge's end of its link."""
+
+    def command(self, *argv: str) -> list[str]:
+        """A command line, to be run on this host."""
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
+        return ["ip", "netns", "exec", self.namespace, *named, *argv]
+
+    def start(self, *argv: str, output: Path, environment: dict[str, str] | None = None) -> subprocess.Popen:
+        with output.open("a") as file:
+            return subprocess.Popen(self.command(*argv), stdout=file, stderr=file, env=os.environ | (environment or {}))
+
+    def link(self, is_up: bool) -> None:
+        """Plug its cable in, or pull it."""
+        ip("link", "set", self.cable, "up" if is_up else "down")
+
+    def pids(self) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def kill(self) -> None:
+        """Kill all that runs on it, as a power cut does."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """node1 and node2, which reach each other, and this machine as host 1 of their network."""
+    pid = os.getpid()
+    network = f"10.{70 + pid // 250 % 50}.{pid % 250}"
+    bridge = f"gb{pid}"
+    hosts = [Host(f"node{i}", f"{network}.{10 + i}", f"gb{pid}-{i}", f"gb{pid}c{i}") for i in (1, 2)]
+    folders = [Path("/etc/netns") / host.namespace for host in hosts]
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", f"{network}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for host, folder in zip(hosts, folders, strict=True):
+            ip("netns", "add", host.namespace)
+            ip("link", "add", host.cable, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            ip("link", "set", host.cable, "master", bridge)
+            ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", host.namespace, "link", "set", device, "up")
+            host.link(is_up=True)
+            folder.mkdir(parents=True)  # `ip netns exec` lays its files over those of /etc
+            names = ["127.0.0.1 localhost", *(f"{one.address} {one.name}" for one in hosts)]
+            (folder / "hosts").write_text("\n".join(names) + "\n")
+        yield hosts[0], hosts[1]
+    finally:
+        for host, folder in zip(hosts, folders, strict=True):
+            host.kill()
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+            shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
