@@ -10,6 +10,7 @@ Exit codes: 0 done; 2 a mistake of yours; 85 saved, the same command goes on; 93
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -37,6 +38,7 @@ MAX_RESTARTS = 3  # without a newer checkpoint between them
 SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
 JOIN_SECONDS = 300  # for machines to meet, beyond the time in which one may still wait for a rank that is gone
 MAX_ALONE = 5  # tries in which this machine met no other
+LAUNCHER_SECONDS = 30  # for a launcher without ranks, which may wait for one on a machine that is gone
 LOOK_SECONDS = 1.0
 
 
@@ -206,6 +208,7 @@ def _attempt(
             start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
             preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
         )
+        last_seen = math.inf
         while process.poll() is None:
             try:
                 process.wait(timeout=LOOK_SECONDS)
@@ -213,6 +216,12 @@ def _attempt(
                 look()
                 if not ranks and not may_wait():
                     process.terminate()
+                if any(map(command.lives, ranks)):
+                    last_seen = time.monotonic()
+                elif time.monotonic() - last_seen > LAUNCHER_SECONDS:
+                    process.kill()
+                    process.wait()
+                    return command.EXIT_CRASHED, True
         _, alive = psutil.wait_procs(ranks, timeout=SHUTDOWN_SECONDS)
         for rank in alive:
             with suppress(psutil.NoSuchProcess):

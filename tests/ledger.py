@@ -69,6 +69,17 @@ def kept(attempts: list[list[dict]]) -> list[dict]:
     return lines
 
 
+def num_rows(undisturbed: Books) -> int:
+    """Of an epoch: where the rows of a run begin to come again."""
+    seen: set[int] = set()
+    for line in kept(undisturbed.attempts["rank-0"]):
+        for row in line["rows"]:
+            if row in seen:
+                return len(seen)
+            seen.add(row)
+    return len(seen)
+
+
 def problems(books: Books, reference: Books, num_ranks: int, num_steps: int, num_rows: int, tolerance=0.0) -> list[str]:
     """What does not balance against a run that nobody disturbed. Nothing, if all is well."""
     found = []

@@ -126,6 +126,15 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def lives(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
+    """Whether the process is there and no zombie, and in one of the states if any are given."""
+    try:
+        state = process.status() if process.is_running() else psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+    return state in states if states else state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
 def _refuse(text: str) -> NoReturn:
     if int(os.environ.get("RANK", "0")) > 0:
         # Rank 0 has the same to say, and then the launcher ends this rank. If it does not, the mistake is ours alone.

@@ -109,7 +109,7 @@ class Watch:
 
     def lost_ranks(self) -> list[int]:
         """Ranks of this machine that are gone though nobody rests yet."""
-        return [rank for rank, process in self._siblings.items() if not _lives(process)]
+        return [rank for rank, process in self._siblings.items() if not command.lives(process)]
 
     # ----------------------------------------------------------------------- the thread
 
@@ -153,7 +153,7 @@ class Watch:
     def _hang(self) -> NoReturn:
         """Write this rank's stacks, wait for the others', and let the first that could write name the late one."""
         mine, folder = self._stacks, Path(self._stacks.name).parent
-        stopped = [rank for rank, process in self._siblings.items() if _lives(process, (psutil.STATUS_STOPPED,))]
+        stopped = [rank for rank, process in self._siblings.items() if command.lives(process, (psutil.STATUS_STOPPED,))]
         facts: dict[str, Any] = {
             "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(), "beats": self._beats,
             "doing": self._doing, "seconds_ago": round(time.monotonic() - self._last, 1), "stopped": stopped,
@@ -205,15 +205,6 @@ def _stacks() -> str:
         f"\nthread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident]))
         for ident in sorted(frames, key=lambda ident: ident != main)
     )
-
-
-def _lives(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
-    """Whether the process is there and no zombie, and in one of the states if any are given."""
-    try:
-        state = process.status() if process.is_running() else psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-    return state in states if states else state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def _has_launcher() -> bool:

@@ -132,19 +132,8 @@ class Run:
 
     def problems(self, reference: "Run", tolerance: float = 0.0) -> list[str]:
         books, expected = ledger.read(self.books), ledger.read(reference.books)
-        found = ledger.problems(books, expected, self.ranks, self.num_steps, num_rows(reference), tolerance)
+        found = ledger.problems(books, expected, self.ranks, self.num_steps, ledger.num_rows(expected), tolerance)
         return found + self.left() + ledger.leftovers(self.folder)
-
-
-def num_rows(reference: Run) -> int:
-    """Of an epoch: where the rows of the undisturbed run begin to come again."""
-    seen: set[int] = set()
-    for line in ledger.kept(ledger.read(reference.books).attempts["rank-0"]):
-        for row in line["rows"]:
-            if row in seen:
-                return len(seen)
-            seen.add(row)
-    return len(seen)
 
 
 def reference(gear: str = "ddp", ranks: int = 2, **changes: str) -> Run:
