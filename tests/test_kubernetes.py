@@ -9,15 +9,16 @@ import tomllib
 import types
 import typing
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
 
 import launch
 from gearbox import command
-from gearbox.compatibility import check_against
-from gearbox.config import ROOT, Run, accumulation, load_recipe
-from gearbox.gear import gear_path, load_gear
+from gearbox.cluster import Place
+from gearbox.config import ROOT, Run
+from gearbox.gear import load_gear
 from manifests import (
     JOB_NAME,
     JOBSET_NAME,
@@ -165,7 +166,7 @@ def test_what_is_written_has_a_volume(job):
     assert all(claim["accessModes"] == ["ReadWriteMany"] for claim in claims.values())
     assert places["/tmp"] == places["/cache"] == {"emptyDir": {}}
     shared, memory = places["/dev/shm"]["emptyDir"], container["resources"]["limits"]["memory"]
-    assert shared["medium"] == "Memory" and 2 * gib(shared["sizeLimit"]) <= gib(memory) + 4
+    assert shared["medium"] == "Memory" and gib(shared["sizeLimit"]) < gib(memory), "it counts as memory"
     assert container["resources"]["requests"]["memory"] == memory, "a save would be what gets the pod evicted"
 
 
@@ -240,21 +241,27 @@ def test_nobody_else_reaches_the_rendezvous(rendered, job):
 # ---------------------------------------------------------------------------- what it runs, and how it ends
 
 
-def test_the_line_is_one_that_launch_takes(rendered, job):
-    argv, environment, _ = indexed_pod(rendered, 0)
-    assert argv[:2] == ["python", "src/launch.py"] and (ROOT / argv[1]).is_file()
-    gear_name, *rest = argv[2:]
-    assert rest.pop(0) == "--doctor" and not any(part.startswith("--") for part in rest)
-    path, overrides = command.split_arguments(rest)
-    recipe = load_recipe(path, overrides)
-    assert recipe.run.name == job["metadata"]["name"].removesuffix("-node-0")
-    machines, here = int(environment["PET_NNODES"]), int(environment["PET_NPROC_PER_NODE"])
-    assert machines == job["spec"]["parallelism"] == job["spec"]["completions"]
-    limits = container_of(job)["resources"]["limits"]
-    gear = load_gear(gear_path(gear_name), {"num_processes": str(machines * here)})
-    assert here == int(limits.get("nvidia.com/gpu", load_gear(gear_path(gear_name)).num_processes // machines))
-    assert gear.degree("dp_replicate") == machines, "hsdp: a copy for each machine"
-    check_against(gear, recipe, path, *accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows))
+def test_the_line_is_one_that_launch_takes(rendered, job, monkeypatch):
+    """By its own checks, as pod 1; what it would start is looked at and not started."""
+    argv, environment, _ = indexed_pod(rendered, 1)
+    assert argv[:2] == ["python", "src/launch.py"] and "--doctor" in argv
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    monkeypatch.setattr(launch, "train", lambda *given, **named: started.append((*given, named["place"])) or 0)
+    assert launch.main(argv[2:]) == 0
+    (_, _, script, _), (flags, arguments, place) = started
+    assert script == launch.DOCTOR, "first"
+    machines, name = job["spec"]["parallelism"], job["metadata"]["name"]
+    domain = job["spec"]["template"]["spec"]["subdomain"]
+    assert place == Place(machines, 1, f"{name}-0.{domain}", 29500) and machines == job["spec"]["completions"]
+    assert arguments[-1] == f"run.name={domain}", "a job is a run"
+    given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    gear = load_gear(Path(given["config_file"]), given)
+    gpus = container_of(job)["resources"]["limits"].get("nvidia.com/gpu")
+    usual = load_gear(gear.path).num_processes
+    assert gear.num_processes == (machines * int(gpus) if gpus else usual), "a rank for each GPU"
+    assert (gear.name, gear.degree("dp_replicate")) == ("hsdp", machines), "a copy for each machine"
 
 
 def test_each_pod_knows_its_place():
