@@ -158,7 +158,9 @@ def test_what_is_written_has_a_volume(job):
     volumes = {volume.pop("name"): volume for volume in map(dict, pod["volumes"])}
     places = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
     assert volumes == {}, "a volume that nothing mounts"
-    workdir = re.search(r"^WORKDIR (\S+)$", (ROOT / "Dockerfile").read_text(), re.M)[1]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    workdir = re.search(r"^WORKDIR (\S+)$", dockerfile, re.M)[1]
+    assert set(re.findall(r"\bHF_HOME=(\S+)", dockerfile)) <= {"/cache/huggingface"}
     claims = {claim["metadata"]["name"]: claim["spec"] for claim in render("setup/claims")}
     claimed = {path: volume.get("persistentVolumeClaim", {}).get("claimName") for path, volume in places.items()}
     assert set(claims) == set(filter(None, claimed.values()))
