@@ -121,7 +121,7 @@ def train(
                     continue
                 print(f"gearbox: {place.num_machines} machines did not meet at {place.address}:{place.port} within "
                       f"{join_seconds:g} s", file=said)  # fmt: skip
-                return code if run is None else command.EXIT_SAVED
+                return command.EXIT_CRASHED if run is None else command.EXIT_SAVED
             deadline, num_alone = time.monotonic() + join_seconds, 0
             status = command.read_outcome(outcome_file)
             outcome, saved_step = status.get("outcome"), int(status.get("saved_step", newest))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import ledger
+import manifests
 from gearbox.config import ROOT
 from hosts import Host, two_hosts, why_not
 
@@ -144,9 +146,8 @@ def on_one_host(tmp_path_factory, chats):
     def run(gear: str, ranks: int, **changes: str) -> ledger.Books:
         folder = tmp_path_factory.mktemp("reference")
         job = Job(folder, chats, (), **changes)
-        code = LAUNCH.replace("sys.path", "sys.argv[0] = 'launch'\nsys.path", 1)
         outcome = subprocess.run(
-            [sys.executable, "-c", code, gear, f"--num_processes={ranks}", *job.recipe],
+            [sys.executable, "-c", LAUNCH, gear, f"--num_processes={ranks}", *job.recipe],
             env=os.environ | {ledger.VARIABLE: str(job.books)}, cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert outcome.returncode == 0, outcome.stderr[-3000:]
@@ -179,6 +180,24 @@ def test_two_hosts_train_as_one(tmp_path, chats, hosts, on_one_host, way, gear, 
     last = 2 * ranks_each - 1
     here, there = ("rank 0", "rank 1") if ranks_each == 1 else ("rank 0-1", f"rank 2-{last}")
     assert f"{here}  node1  cpu\n{there}  node2  cpu\n" in log
+
+
+@manifests.needs_kubectl
+def test_the_command_of_the_indexed_job(tmp_path, chats, on_one_host):
+    """As the manifest has it, doctor included, under the names and the environment that Kubernetes gives its pods."""
+    rendered = manifests.render("jobs/rehearsal")
+    pods = [manifests.indexed_pod(rendered, index) for index in (0, 1)]
+    service = manifests.of_kind(rendered, "Service")["metadata"]["name"]
+    with two_hosts(*(hostname for _, _, hostname in pods), domain=service) as hosts:
+        job = Job(tmp_path, chats, hosts, run__name="rehearsal")
+        job.start(lambda rank: [*pods[rank][0], *job.recipe[1:]], lambda rank: pods[rank][1])
+        assert job.codes() == [0, 0], job.said()
+    log = job.log(0).read_text()
+    assert "rank 0-1  rehearsal-0  cpu\nrank 2-3  rehearsal-1  cpu\n" in log
+    metrics = [json.loads(line) for line in (tmp_path / "runs" / "rehearsal" / "metrics.jsonl").open()]
+    expected = ledger.kept(on_one_host("single", 1).attempts["rank-0"])
+    losses = [line["loss"] for line in metrics if "loss" in line]
+    assert losses == pytest.approx([float.fromhex(line["loss"]) for line in expected], rel=1e-5)
 
 
 LONG = {"train__steps": "200", "save__every": "20"}

@@ -59,12 +59,13 @@ def ip(*arguments: str) -> None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """node1 and node2, which reach each other, and this machine as host 1 of their network."""
+def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
+    """node1 and node2, or as named, which reach each other, and this machine as host 1 of their network."""
     pid = os.getpid()
     network = f"10.{70 + pid // 250 % 50}.{pid % 250}"
     bridge = f"gb{pid}"
-    hosts = [Host(f"node{i}", f"{network}.{10 + i}", f"gb{pid}-{i}", f"gb{pid}c{i}") for i in (1, 2)]
+    named = enumerate(names or ("node1", "node2"), start=1)
+    hosts = [Host(name, f"{network}.{10 + i}", f"gb{pid}-{i}", f"gb{pid}c{i}") for i, name in named]
     folders = [Path("/etc/netns") / host.namespace for host in hosts]
     try:
         ip("link", "add", bridge, "type", "bridge")
@@ -79,8 +80,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 ip("-n", host.namespace, "link", "set", device, "up")
             host.link(is_up=True)
             folder.mkdir(parents=True)  # `ip netns exec` lays its files over those of /etc
-            names = ["127.0.0.1 localhost", *(f"{one.address} {one.name}" for one in hosts)]
-            (folder / "hosts").write_text("\n".join(names) + "\n")
+            known = [f"{one.address} {f'{one.name}.{domain} ' if domain else ''}{one.name}" for one in hosts]
+            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known]) + "\n")
         yield hosts[0], hosts[1]
     finally:
         for host, folder in zip(hosts, folders, strict=True):

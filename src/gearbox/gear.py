@@ -322,7 +322,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def find_gear() -> Gear:
     """The gear of this process: the config file on the launcher's command line, accelerate's default file, or our own.
 
-    Without accelerate's launcher it is single, or ddp where torchrun made several ranks.
+    Without accelerate's launcher it is single, or ddp under torchrun, whose ranks may be one today and two tomorrow.
     """
     command = launcher_command()
     flags = _flags(command) if command else {}
@@ -333,7 +333,7 @@ def find_gear() -> Gear:
     if command and default.is_file():
         return load_gear(default, flags)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    name = "single" if ranks == "1" else "ddp"
+    name = "ddp" if "TORCHELASTIC_RUN_ID" in os.environ or ranks != "1" else "single"
     return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": ranks})
 
 
