@@ -82,10 +82,11 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
         if roll.size > 1:
             roll.enter("the process group")
+            is_gpu = device.type == "cuda"
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("group", roll.store),
-                rank=roll.rank, world_size=roll.size, timeout=timedelta(seconds=options.timeout + rollcall.GRACE_SECONDS),
-                device_id=device if device.type == "cuda" else None,
+                "nccl" if is_gpu else "gloo", store=dist.PrefixStore("group", roll.store), rank=roll.rank,
+                world_size=roll.size, timeout=timedelta(seconds=options.timeout + rollcall.GRACE_SECONDS),
+                device_id=device if is_gpu else None,
             )  # fmt: skip
             sent = roll.gather("collectives", collectives.measure_collectives(device, roll.enter))
             report.add(collectives.judge_values(sent))

@@ -224,7 +224,7 @@ def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter: 
     a, b = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
     together = torch.zeros(1, device=device)
     rates = []
-    for number in range(1 + REPEATS):  # the first warms up
+    for _ in range(1 + REPEATS):  # the first warms up
         for turn in range(1 if is_gpu else num_turns):
             enter("the matrix product")
             if dist.is_initialized():
@@ -314,7 +314,7 @@ def judge_links(links: dict[tuple[int, int], tuple[float, float]], hosts: list[s
         advice = (
             "nvidia-smi topo -m, nvidia-smi nvlink -s and the PCIe width in nvidia-smi -q show a link that is down"
             if within
-            else "look at cable, port and switch (ethtool, ibstat), and whether NCCL_SOCKET_IFNAME takes the fast network"
+            else "look at cable, port and switch (ethtool, ibstat), and whether NCCL_SOCKET_IFNAME names the fast one"
         )
         findings.append(Finding("yellow", "links", text, advice))
     return findings

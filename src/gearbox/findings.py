@@ -14,7 +14,7 @@ Colour = Literal["green", "yellow", "red"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Green: as it should be. Yellow: training runs, slower or not for long. Red: it fails, or trains something else."""
+    """Green: as it should be. Yellow: training runs, slower or not for long. Red: it fails, or trains otherwise."""
 
     colour: Colour
     name: str

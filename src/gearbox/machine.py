@@ -262,8 +262,9 @@ def operations(gear: Gear, num_gpus: int) -> Iterator[Finding]:
         if built:
             yield Finding("green", "operations", f"{name} is built: {built}")
         elif missing:
+            text = f"{gear.name} lets DeepSpeed compile {name}, but there is no {', no '.join(missing)}"
             yield Finding(
-                "red", "operations", f"{gear.name} compiles {name} of DeepSpeed, but there is no {', no '.join(missing)}",
+                "red", "operations", text,
                 "apt-get install g++ ninja-build libaio-dev" + (", and CUDA's toolkit" if "nvcc" in missing else ""),
             )  # fmt: skip
         else:

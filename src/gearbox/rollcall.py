@@ -12,11 +12,13 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -26,6 +28,7 @@ from gearbox import command
 
 LOOK_SECONDS = 0.25
 STILL_SECONDS = 2.5  # a rank whose thread has not said a word for so long is dead or stopped: ten looks
+WAITS = "waits"
 GRACE_SECONDS = 30.0  # beyond the timeout, until a collective gives up by itself
 
 
@@ -145,7 +148,7 @@ class Roll:
             if dead := self._dead_here():
                 self._end(self._gone(dead))
             try:
-                self._own.set(f"beat/{self.rank}", str(beats))
+                self._own.set(f"beat/{self.rank}", f"{beats} {_doing()}")
                 if time.monotonic() - self._began > self.timeout:
                     self._end(self._late())
             except RuntimeError:  # of the store
@@ -199,6 +202,13 @@ class Roll:
                 f"{self._ranks(late)} did not come to {ahead} within {self.timeout:g} s, and is still in "
                 f"{_stage(at[late[0]])}"
             )
+        doing = [str(text).partition(" ")[2] for text in self._read("beat")]
+        busy = [rank for rank, text in enumerate(doing) if text != WAITS]
+        if busy and len(busy) < self.size:
+            return (
+                f"{self._ranks(busy)} keeps the others waiting in {self._stage} for {self.timeout:g} s: it is in "
+                f"{doing[busy[0]]}"
+            )
         return (
             f"all ranks are in {self._stage}, and it does not end within {self.timeout:g} s: no rank is late, the "
             "network between them does not carry it"
@@ -249,6 +259,15 @@ class Roll:
                     speaks = self.local_rank == 0
                 self.on_loss(line, speaks)
             os._exit(command.EXIT_CRASHED)
+
+
+def _doing() -> str:
+    """Where the main thread is: waiting inside a collective, or at this place of the code."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    code = frame.f_code
+    if f"torch{os.sep}distributed" in code.co_filename or code.co_name == "_exchange":
+        return WAITS
+    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
 def _stage(text: str | None) -> str:
