@@ -28,7 +28,9 @@ from gearbox.gear import Gear, find_gear, launcher_process
 
 USAGE = "python src/doctor.py [--machine] [--json] [--timeout SECONDS]"
 RUNS = Path(Run().dir)
-SLOW_LINK = {"cuda": 0.5, "cpu": 0.2}  # of the median; a CPU's links are as fast as its other work lets them be
+FIRST = {"address", "driver", "gpus"}  # what makes every collective fail, in ways that say less
+# Of the median. What a CPU does is as fast as its other work lets it be, and its ranks' links are its own memory.
+SLOW_LINK = {"cuda": (0.5, 0.5), "cpu": (0.0, 0.2)}  # within machines, between machines
 SLOW_RANK = {"cuda": 0.7, "cpu": 0.5}
 
 
@@ -38,11 +40,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     parser.add_argument("--machine", action="store_true", help="this machine alone, in a few seconds, without ranks")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60,
-        metavar="SECONDS",
-        help="how long to wait for a rank (default: %(default)g)",
+        "--timeout", type=float, default=60, metavar="SECONDS", help="to wait for a rank (default: %(default)g)"
     )
     options = parser.parse_args(arguments)
     report = Report(options.json, began)
@@ -55,9 +53,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     # torch is imported from here on; what C++ has to say of lost ranks is said here in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    import torch.distributed as dist
-
-    from gearbox import collectives, rollcall
+    from gearbox import rollcall
 
     roll = rollcall.Roll(options.timeout, report.lost)
     report.start(speaks=roll.rank == 0)
@@ -74,32 +70,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         cluster.check_one_world(seats)
         hosts, devices = [seat.host for seat in seats], [seat.device for seat in seats]
         report.ranks(gear, seats)
-        report.add(
-            *of_machines([(hosts[rank], one) for rank, one in enumerate(roll.gather("machines", looked)) if one])
-        )
+        report.machines({hosts[rank]: one for rank, one in enumerate(roll.gather("machines", looked)) if one})
         if num_machines > 1:
             report.add(one_folder(roll))
 
-        if roll.size > 1:
-            roll.enter("the process group")
-            is_gpu = device.type == "cuda"
-            dist.init_process_group(
-                "nccl" if is_gpu else "gloo", store=dist.PrefixStore("group", roll.store), rank=roll.rank,
-                world_size=roll.size, timeout=timedelta(seconds=options.timeout + rollcall.GRACE_SECONDS),
-                device_id=device if is_gpu else None,
-            )  # fmt: skip
-            sent = roll.gather("collectives", collectives.measure_collectives(device, roll.enter))
-            report.add(collectives.judge_values(sent))
-            report.bandwidths(collectives.bandwidths(sent))
-            parts = roll.gather("links", collectives.measure_links(hosts, device, roll.enter))
-            measured = {pair_of(name): figures for part in parts for name, figures in part.items()}
-            report.add(*collectives.judge_links(measured, hosts, SLOW_LINK[device.type]))
-            report.links(measured, len(hosts))
-            roll.enter("gradients")
-            report.add(*in_step(device, roll.rank))
-        turns = max(hosts.count(host) for host in hosts)
-        speeds = roll.gather("compute", collectives.measure_speed(device, roll.local_rank, turns, roll.enter))
-        report.add(collectives.judge_speeds(speeds, hosts, devices, SLOW_RANK[device.type]))
+        blocked = {finding.name for finding in report.found if finding.colour == "red"} & FIRST
+        if blocked:
+            report.print(f"{'':<19} the ranks are not tried before this is mended: {', '.join(sorted(blocked))}")
+        else:
+            try_ranks(roll, report, device, hosts, devices, options.timeout)
     except UserError:  # which all ranks have found
         roll.over()
         raise
@@ -107,6 +86,34 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         roll.fail(error)
     roll.over()
     return report.end(roll.local_rank)
+
+
+def try_ranks(roll: Any, report: Report, device: Any, hosts: list[str], devices: list[str], timeout: float) -> None:
+    """What the ranks send each other, and what each of them computes."""
+    import torch.distributed as dist
+
+    from gearbox import collectives, rollcall
+
+    is_gpu = device.type == "cuda"
+    if roll.size > 1:
+        roll.enter("the process group")
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo", store=dist.PrefixStore("group", roll.store), rank=roll.rank,
+            world_size=roll.size, timeout=timedelta(seconds=timeout + rollcall.GRACE_SECONDS),
+            device_id=device if is_gpu else None,
+        )  # fmt: skip
+        sent = roll.gather("collectives", collectives.measure_collectives(device, roll.enter))
+        report.add(collectives.judge_values(sent))
+        report.bandwidths(collectives.bandwidths(sent))
+        parts = roll.gather("links", collectives.measure_links(hosts, device, roll.enter))
+        measured = {pair_of(name): figures for part in parts for name, figures in part.items()}
+        report.add(*collectives.judge_links(measured, hosts, SLOW_LINK[device.type]))
+        report.links(measured, len(hosts))
+        roll.enter("gradients")
+        report.add(*in_step(device, roll.rank))
+    turns = max(hosts.count(host) for host in hosts)
+    speeds = roll.gather("compute", collectives.measure_speed(device, roll.local_rank, turns, roll.enter))
+    report.add(collectives.judge_speeds(speeds, hosts, devices, SLOW_RANK[device.type]))
 
 
 def take_device(local_rank: int) -> Any:
@@ -129,13 +136,6 @@ def named(device: Any) -> str:
 def pair_of(name: str) -> tuple[int, int]:
     a, b = name.split("-")
     return int(a), int(b)
-
-
-def of_machines(looked: list[tuple[str, dict[str, Any]]]) -> list[Finding]:
-    """What the machines found of themselves: what is the same on all once."""
-    told = [(host, [Finding(**{**f, "hosts": ()}) for f in one["findings"]]) for host, one in looked]
-    differing = findings.differing({host: one["versions"] for host, one in looked})
-    return [*([differing] if differing else []), *findings.merged(told)]
 
 
 def one_folder(roll: Any) -> Finding:
@@ -190,15 +190,26 @@ class Report:
         self.speaks = speaks
         self.screen = findings.console(speaks and not self.as_json)
 
+    def print(self, shown: Any) -> None:
+        self.screen.print(shown)
+        sys.stdout.flush()  # what takes long shows how far it is, in a log too
+
     def add(self, *found: Finding) -> None:
         self.found += found
         findings.show(self.screen, found)
+        sys.stdout.flush()
 
     def ranks(self, gear: Gear, seats: list[cluster.Seat]) -> None:
         self.facts |= {"gear": gear.name, "ranks": [{"host": seat.host, "device": seat.device} for seat in seats]}
-        self.screen.print(f"[bold]Gearbox doctor[/]  gear {gear.name}  {len(seats)} rank{'s' * (len(seats) > 1)}")
+        self.print(f"[bold]Gearbox doctor[/]  gear {gear.name}  {len(seats)} rank{'s' * (len(seats) > 1)}")
         for line in cluster.table(seats):
-            self.screen.print(escape(line))
+            self.print(escape(line))
+
+    def machines(self, looked: dict[str, dict[str, Any]]) -> None:
+        self.facts["machines"] = looked
+        told = [(host, [Finding(**{**f, "hosts": ()}) for f in one["findings"]]) for host, one in looked.items()]
+        differing = findings.differing({host: one["versions"] for host, one in looked.items()})
+        self.add(*([differing] if differing else []), *findings.merged(told))
 
     def bandwidths(self, rates: dict[str, list[tuple[int, float, float]]]) -> None:
         self.facts["bandwidths"] = {
@@ -208,8 +219,8 @@ class Report:
         sizes = [findings.in_bytes(size) for size, _, _ in next(iter(rates.values()))]
         table = Table(f"{'':<19} GB/s, by message", *sizes, box=None, padding=(0, 1, 0, 0), header_style="none")
         for name, row in rates.items():
-            table.add_row(f"{'':<19} {name}", *(f"{rate / 1e9:.2g}" for _, _, rate in row))
-        self.screen.print(table)
+            table.add_row(f"{'':<19} {name}", *(findings.figure(rate / 1e9) for _, _, rate in row))
+        self.print(table)
 
     def links(self, measured: dict[tuple[int, int], tuple[float, float]], size: int) -> None:
         self.facts["links"] = [
@@ -220,10 +231,12 @@ class Report:
         heads = [f"{'':<19} us \\ GB/s", *map(str, range(size))]
         table = Table(*heads, box=None, padding=(0, 1, 0, 0), header_style="none")
         for a in range(size):
-            row = [f"{measured[min(a, b), max(a, b)][b > a] * (1e-9 if b > a else 1e6):.2g}" if a != b else "-"
-                   for b in range(size)]  # fmt: skip
+            row = ["-"] * size
+            for b in {*range(size)} - {a}:
+                delay, rate = measured[min(a, b), max(a, b)]
+                row[b] = findings.figure(rate / 1e9 if b > a else delay * 1e6)
             table.add_row(f"{'':<19} rank {a}", *row)
-        self.screen.print(table)
+        self.print(table)
 
     def lost(self, line: str, speaks: bool) -> None:
         """Called by the roll call before this rank ends."""
@@ -241,8 +254,7 @@ class Report:
             told = {"verdict": colour, "seconds": seconds, **self.facts, "findings": findings.as_json(self.found)}
             print(json.dumps(told), flush=True)
         said = {"green": "ready", "yellow": "ready, but look at the yellow lines", "red": "not ready"}[colour]
-        self.screen.print(f"[bold {colour}]{said}[/]  {seconds:.1f} s")
-        sys.stdout.flush()
+        self.print(f"[bold {colour}]{said}[/]  {seconds:.1f} s")
         if colour != "red":
             return 0
         if local_rank == 0:

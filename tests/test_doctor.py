@@ -59,7 +59,8 @@ def of_colour(told: dict, colour: str) -> dict[str, str]:
 def test_a_healthy_world_is_green(examine, ranks):
     codes, output, told = examine(ranks=ranks)
     assert codes == [0] * ranks, output
-    assert told["verdict"] == "green", told["findings"]
+    of_this_machine = {"disk", "memory", "limits", "shm", "versions"}  # it may have little of them, and be busy
+    assert not of_colour(told, "red") and {*of_colour(told, "yellow")} <= of_this_machine, told["findings"]
     assert told["ranks"] == [{"host": HOST, "device": "cpu"}] * ranks
     assert set(told["bandwidths"]) == set(collectives.COLLECTIVES)
     assert [link["ranks"] for link in told["links"]] == [list(pair) for pair in collectives.pairs([HOST] * ranks)]
@@ -449,9 +450,9 @@ def test_a_slow_link_and_a_slow_card():
     hosts = ["node1"] * 4 + ["node2"] * 4
     rates = {pair: (5e-6, 300e9) for pair in collectives.pairs(hosts) if hosts[pair[0]] == hosts[pair[1]]}
     between = {pair: (2e-5, 40e9) for pair in collectives.pairs(hosts) if hosts[pair[0]] != hosts[pair[1]]}
-    assert {f.colour for f in collectives.judge_links(rates | between, hosts, 0.5)} == {"green"}
+    assert {f.colour for f in collectives.judge_links(rates | between, hosts, (0.5, 0.5))} == {"green"}
     slow = rates | between | {(1, 2): (5e-6, 20e9)} | {pair: (2e-5, 9e9) for pair in between if 6 in pair}
-    within, outside = collectives.judge_links(slow, hosts, 0.5)
+    within, outside = collectives.judge_links(slow, hosts, (0.5, 0.5))
     assert within.colour == "yellow" and within.text.endswith("slow: 1-2 (node1) 20 GB/s")
     assert outside.text.endswith("every link of rank 6 (node2) is")
     devices = [f"cuda:{rank % 4} NVIDIA H100" for rank in range(8)]

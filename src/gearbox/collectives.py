@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gearbox.findings import Finding, in_bytes, named
+from gearbox.findings import Finding, figure, in_bytes, named
 
 KiB, MiB = 2**10, 2**20
 ALL_PAIRS = 16  # ranks up to which every pair is a link; then neighbours, and one pair for each two machines
@@ -34,11 +34,12 @@ def measure_collectives(device: torch.device, enter: Enter) -> dict[str, list[tu
     found: dict[str, list[tuple[int, float, list[int]]]] = {}
     for number, num_bytes in enumerate(message_sizes(device)):
         part = max(1, num_bytes // 4 // size // size) * size  # elements for a rank, of each rank's
+        repeats = REPEATS if num_bytes <= MiB or device.type == "cuda" else 2  # a CPU takes 50 ms for 16 MiB
         for name, make in COLLECTIVES.items():
             enter(f"{name} of {in_bytes(num_bytes)}")
             work, wrong = make(rank, size, part, device, number == 0)
             bad = wrong()
-            found.setdefault(name, []).append((4 * part * size, _median_seconds(work, device), bad))
+            found.setdefault(name, []).append((4 * part * size, _median_seconds(work, device, repeats), bad))
     enter("objects")
     objects: list[Any] = [None] * size
     began = time.perf_counter()
@@ -155,9 +156,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _median_seconds(work: Callable[[], Any], device: torch.device) -> float:
+def _median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         _wait(device)
         began = time.perf_counter()
         work()
@@ -215,9 +216,10 @@ def measure_links(hosts: list[str], device: torch.device, enter: Enter) -> dict[
 
 
 def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter: Enter) -> float:
-    """Floating point operations a second of a matrix product, the median of five rounds.
+    """Floating point operations a second of a matrix product: of five rounds a GPU's median, a CPU's best.
 
-    Ranks that share a machine's cores take turns, so that none is measured against another; GPUs run all at once.
+    Ranks that share a machine's cores take turns, so that none is measured against another, and what else runs there
+    only slows them down; GPUs run all at once, as in training.
     """
     is_gpu = device.type == "cuda"
     width, batch, dtype = (8192, 10, torch.bfloat16) if is_gpu else (384, 1, torch.float32)
@@ -232,7 +234,7 @@ def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter: 
             if is_gpu or turn == local_rank:
                 best = min(_product_seconds(a, b, batch, device) for _ in range(3))
                 rates.append(2 * width**3 * batch / best)
-    return statistics.median(rates[1:])
+    return statistics.median(rates[1:]) if is_gpu else max(rates[1:])
 
 
 def _product_seconds(a: torch.Tensor, b: torch.Tensor, batch: int, device: torch.device) -> float:
@@ -289,17 +291,22 @@ def bandwidths(found: list[dict[str, list[tuple[int, float, list[int]]]]]) -> di
     return rates
 
 
-def judge_links(links: dict[tuple[int, int], tuple[float, float]], hosts: list[str], least: float) -> list[Finding]:
-    """The slowest link of those within machines, and of those between them; yellow below `least` of the median."""
+def judge_links(
+    links: dict[tuple[int, int], tuple[float, float]], hosts: list[str], least: tuple[float, float]
+) -> list[Finding]:
+    """The slowest link of those within machines, and of those between them; yellow below `least` of the median.
+
+    `least`: for the links within machines, and for those between them.
+    """
     findings = []
-    for within in (True, False):
+    for within, share in zip((True, False), least, strict=True):
         rates = {pair: rate for pair, (_, rate) in links.items() if (hosts[pair[0]] == hosts[pair[1]]) == within}
         if not rates:
             continue
         usual, (pair, slowest) = statistics.median_high(rates.values()), min(rates.items(), key=lambda item: item[1])
         delay = statistics.median(links[pair][0] for pair in rates)
         said = f"{len(rates)} {'within' if within else 'between'} machines: {_rate(usual)}, {_delay(delay)}"
-        slow = {pair: rate for pair, rate in rates.items() if rate < least * usual}
+        slow = {pair: rate for pair, rate in rates.items() if rate < share * usual}
         if not slow:
             tail = f"; the slowest, {_pair(pair, hosts)}, {_rate(slowest)}" if len(rates) > 1 else ""
             findings.append(Finding("green", "links", said + tail))
@@ -320,7 +327,7 @@ def judge_links(links: dict[tuple[int, int], tuple[float, float]], hosts: list[s
     return findings
 
 
-def judge_speeds(rates: list[float], hosts: list[str], devices: list[str], least: float = 0.7) -> Finding:
+def judge_speeds(rates: list[float], hosts: list[str], devices: list[str], least: tuple[float, float] = 0.7) -> Finding:
     """The slowest rank; yellow below `least` of the median, of two ranks below that of the faster one."""
     usual = statistics.median_high(rates)
     slow = [rank for rank, rate in enumerate(rates) if rate < least * usual]
@@ -340,7 +347,7 @@ def _pair(pair: tuple[int, int], hosts: list[str]) -> str:
 
 
 def _rate(bytes_a_second: float) -> str:
-    return f"{bytes_a_second / 1e9:.2g} GB/s" if bytes_a_second < 1e10 else f"{bytes_a_second / 1e9:,.0f} GB/s"
+    return f"{figure(bytes_a_second / 1e9)} GB/s"
 
 
 def _delay(seconds: float) -> str:

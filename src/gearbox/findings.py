@@ -32,7 +32,10 @@ def console(speaks: bool) -> Console:
 
 
 def merged(of_machines: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """The findings of several machines (host, what was found there): what is the same on all of them once."""
+    """The findings of several machines (host, what was found there): what is the same on all of them once.
+
+    Of green lines with other figures the first stands for all: a screen has no room for a hundred machines.
+    """
     names = dict.fromkeys(finding.name for _, findings in of_machines for finding in findings)
     lines = []
     for name in names:
@@ -41,7 +44,13 @@ def merged(of_machines: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding
             for finding in findings:
                 if finding.name == name:
                     by_text.setdefault((finding.colour, finding.text, finding.advice), []).append(host)
+        greens = [hosts for (colour, *_), hosts in by_text.items() if colour == "green"]
         for (colour, text, advice), hosts in by_text.items():
+            if colour == "green" and len(greens) > 1:
+                if hosts is greens[0]:
+                    text = f"{text} ({hosts[0]}; {sum(map(len, greens)) - 1} others are green too)"
+                    lines.append(Finding("green", name, text))
+                continue
             everywhere = len(hosts) == len(of_machines)
             lines.append(Finding(colour, name, text, advice, () if everywhere else tuple(hosts)))  # type: ignore[arg-type]
     return lines
@@ -96,3 +105,8 @@ def in_bytes(size: float) -> str:
         if size >= factor:
             return f"{size / factor:,.1f}".removesuffix(".0") + f" {unit}"
     return f"{size / 2**10:,.0f} KiB"
+
+
+def figure(number: float) -> str:
+    """Two digits of what is small, whole numbers from 10 on."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
