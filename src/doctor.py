@@ -66,11 +66,13 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             looked = {"findings": findings.as_json(found), "versions": machine.installed()}
         roll.check_in()
         device = take_device(roll.local_rank)
-        seats = [cluster.Seat(*seat) for seat in roll.gather("devices", [roll.hosts[roll.rank], named(device)])]
+        seats = [cluster.Seat(*seat) for seat in roll.gather("the rank table", [roll.hosts[roll.rank], named(device)])]
         cluster.check_one_world(seats)
         hosts, devices = [seat.host for seat in seats], [seat.device for seat in seats]
         report.ranks(gear, seats)
-        report.machines({hosts[rank]: one for rank, one in enumerate(roll.gather("machines", looked)) if one})
+        report.machines(
+            {hosts[rank]: one for rank, one in enumerate(roll.gather("what the machines have", looked)) if one}
+        )
         if num_machines > 1:
             report.add(one_folder(roll))
 
@@ -102,17 +104,17 @@ def try_ranks(roll: Any, report: Report, device: Any, hosts: list[str], devices:
             world_size=roll.size, timeout=timedelta(seconds=timeout + rollcall.GRACE_SECONDS),
             device_id=device if is_gpu else None,
         )  # fmt: skip
-        sent = roll.gather("collectives", collectives.measure_collectives(device, roll.enter))
+        sent = roll.gather("the collectives' figures", collectives.measure_collectives(device, roll.enter))
         report.add(collectives.judge_values(sent))
         report.bandwidths(collectives.bandwidths(sent))
-        parts = roll.gather("links", collectives.measure_links(hosts, device, roll.enter))
+        parts = roll.gather("the links' figures", collectives.measure_links(hosts, device, roll.enter))
         measured = {pair_of(name): figures for part in parts for name, figures in part.items()}
         report.add(*collectives.judge_links(measured, hosts, SLOW_LINK[device.type]))
         report.links(measured, len(hosts))
         roll.enter("gradients")
         report.add(*in_step(device, roll.rank))
     turns = max(hosts.count(host) for host in hosts)
-    speeds = roll.gather("compute", collectives.measure_speed(device, roll.local_rank, turns, roll.enter))
+    speeds = roll.gather("the speeds", collectives.measure_speed(device, roll.local_rank, turns, roll.enter))
     report.add(collectives.judge_speeds(speeds, hosts, devices, SLOW_RANK[device.type]))
 
 
@@ -141,8 +143,8 @@ def pair_of(name: str) -> tuple[int, int]:
 def one_folder(roll: Any) -> Finding:
     """Whether all machines see the same folder of runs, as their checkpoints need."""
     mark = machine.leave_mark(RUNS, f".doctor-{uuid.uuid4().hex[:8]}") if roll.rank == 0 else None
-    name = roll.gather("mark", mark.name if mark else None)[0]
-    sees = roll.gather("seen", name is None or roll.local_rank != 0 or machine.sees_mark(RUNS, name))
+    name = roll.gather("a mark in the folder", mark.name if mark else None)[0]
+    sees = roll.gather("the folder's mark", name is None or roll.local_rank != 0 or machine.sees_mark(RUNS, name))
     if mark is not None:
         mark.unlink(missing_ok=True)
     blind = list(dict.fromkeys(roll.hosts[rank] for rank, seen in enumerate(sees) if not seen))

@@ -285,7 +285,7 @@ def bandwidths(found: list[dict[str, list[tuple[int, float, list[int]]]]]) -> di
     factor = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
     rates = {}
     for name in COLLECTIVES:
-        rows = zip(*(of[name] for of in found), strict=True)
+        rows: Any = zip(*(of[name] for of in found), strict=True)
         slowest = [(row[0][0], max(seconds for _, seconds, _ in row)) for row in rows]
         rates[name] = [(n, seconds, n * factor.get(name, share) / seconds) for n, seconds in slowest]
     return rates
@@ -327,7 +327,7 @@ def judge_links(
     return findings
 
 
-def judge_speeds(rates: list[float], hosts: list[str], devices: list[str], least: tuple[float, float] = 0.7) -> Finding:
+def judge_speeds(rates: list[float], hosts: list[str], devices: list[str], least: float = 0.7) -> Finding:
     """The slowest rank; yellow below `least` of the median, of two ranks below that of the faster one."""
     usual = statistics.median_high(rates)
     slow = [rank for rank, rate in enumerate(rates) if rate < least * usual]

@@ -241,13 +241,7 @@ def sees_mark(runs: Path, name: str) -> bool:
 
 def operations(gear: Gear, num_gpus: int) -> Iterator[Finding]:
     """What DeepSpeed would compile at the start of this gear, and whether it can."""
-    zero = (gear.zero_json or {}).get("zero_optimization", {})
-    needed = []
-    if gear.offload == "nvme":
-        needed.append("async_io")
-    if "offload_optimizer" in zero and (gear.zero_json or {}).get("zero_force_ds_cpu_optimizer") is not False:
-        needed.append("cpu_adam")
-    for name in needed:
+    for name in gear.compiled:
         missing = [
             said
             for said, there in (

@@ -193,20 +193,21 @@ class Roll:
         if absent:
             return f"{self._ranks(absent)} did not come within {self.timeout:g} s"
         if silent := self._silent():
-            return f"{self._ranks(silent)} does not answer: dead, stopped, or cut off, in {_stage(at[silent[0]])}"
+            return (
+                f"{self._ranks(silent)} {_do(silent)} not answer: dead, stopped, or cut off, in {_stage(at[silent[0]])}"
+            )
         steps = [int(str(text).partition(" ")[0]) for text in at]
         late = [rank for rank, step in enumerate(steps) if step == min(steps)]
         if len(late) < self.size:
             ahead = _stage(at[steps.index(max(steps))])
             return (
-                f"{self._ranks(late)} did not come to {ahead} within {self.timeout:g} s, and is still in "
-                f"{_stage(at[late[0]])}"
+                f"{self._ranks(late)} did not come to {ahead} within {self.timeout:g} s, still in {_stage(at[late[0]])}"
             )
         doing = [str(text).partition(" ")[2] for text in self._read("beat")]
         busy = [rank for rank, text in enumerate(doing) if text != WAITS]
         if busy and len(busy) < self.size:
             return (
-                f"{self._ranks(busy)} keeps the others waiting in {self._stage} for {self.timeout:g} s: it is in "
+                f"{self._ranks(busy)} {_do(busy)} not take part in {self._stage} for {self.timeout:g} s, in "
                 f"{doing[busy[0]]}"
             )
         return (
@@ -268,6 +269,10 @@ def _doing() -> str:
     if f"torch{os.sep}distributed" in code.co_filename or code.co_name == "_exchange":
         return WAITS
     return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _do(ranks: list[int]) -> str:
+    return "do" if len(ranks) > 1 else "does"
 
 
 def _stage(text: str | None) -> str:
