@@ -123,9 +123,9 @@ def _problem(before: list[float | None], digests: list[str]) -> str:
     bad = [rank for rank, norm in enumerate(before) if norm is not None and not norm < float("inf")]
     if bad:
         return f"the gradient of {_ranks(bad)} is not finite"
-    zero = [rank for rank, norm in enumerate(before) if norm == 0]
-    if zero and len(zero) < len(before):
-        return f"the gradient of {_ranks(zero)} is 0, the others' is not"
+    dropped = [rank for rank, norm in enumerate(before) if norm == 0]
+    if dropped and len(dropped) < len(before):
+        return f"the gradient of {_ranks(dropped)} is 0, the others' is not"
     if odd := _odd(digests):
         return f"after averaging {_ranks(odd)} has another gradient than the others"
     return "" if digests else "it is not a parameter of the same shape on all ranks"
