@@ -136,9 +136,17 @@ def test_a_slow_rank(examine):
 
 
 def test_a_rank_that_never_comes(examine):
-    codes, _, told = examine(on_rank_1(lambda: (time.sleep(4), os._exit(0))), "--timeout", "1.5")
-    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) did not come within 1.5 s"}
+    codes, _, told = examine(on_rank_1(lambda: time.sleep(60)), "--timeout", "2", meanwhile=release)
+    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) did not come within 2 s"}
     assert codes[0] == 1
+
+
+def release(children: list[int]) -> None:
+    """Kill rank 1 once rank 0 has ended."""
+    first = psutil.Process(children[0])
+    while first.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.1)
+    os.kill(children[1], signal.SIGKILL)
 
 
 def in_broadcast(act):
@@ -170,20 +178,14 @@ def test_a_rank_that_fails(examine):
 
 
 def test_a_rank_that_is_busy_elsewhere(examine):
-    _, _, told = examine(in_broadcast(lambda: time.sleep(6)), "--timeout", "2")
-    said = rf"rank 1 \({HOST}\) does not take part in broadcast of 64 KiB for 2 s, in .*\(test_doctor.py:\d+\)"
+    _, _, told = examine(in_broadcast(lambda: time.sleep(60)), "--timeout", "4", meanwhile=release)
+    said = rf"rank 1 \({HOST}\) does not take part in broadcast of 64 KiB for 4 s, in .*\(test_doctor.py:\d+\)"
     assert re.fullmatch(said, of_colour(told, "red")["ranks"]), told["findings"]
 
 
 def test_a_rank_that_is_stopped(examine):
-    def release(children: list[int]) -> None:
-        first = psutil.Process(children[0])
-        while first.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.1)
-        os.kill(children[1], signal.SIGKILL)
-
     stop = in_broadcast(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    _, _, told = examine(stop, "--timeout", "2", meanwhile=release)
+    _, _, told = examine(stop, "--timeout", "4", meanwhile=release)
     said = f"rank 1 ({HOST}) does not answer: dead, stopped, or cut off, in broadcast of 64 KiB"
     assert of_colour(told, "red") == {"ranks": said}
 

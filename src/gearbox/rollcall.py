@@ -263,12 +263,13 @@ class Roll:
 
 
 def _doing() -> str:
-    """Where the main thread is: waiting inside a collective, or at this place of the code."""
+    """Where the main thread is: waiting inside a collective (or for the GPU that is), or at this place of the code."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     code = frame.f_code
-    if f"torch{os.sep}distributed" in code.co_filename or code.co_name == "_exchange":
+    path = Path(code.co_filename)
+    if ({"distributed", "cuda"} & {*path.parts} and "torch" in path.parts) or code.co_name == "_exchange":
         return WAITS
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return f"{code.co_name} ({path.name}:{frame.f_lineno})"
 
 
 def _do(ranks: list[int]) -> str:
