@@ -160,6 +160,13 @@ def test_a_rank_that_dies(examine):
     assert codes == [1, 9]
 
 
+def test_a_rank_that_dies_where_nothing_fails_by_itself(examine, monkeypatch):
+    """The others wait outside any collective, as they would inside one of NCCL's."""
+    monkeypatch.setattr(doctor, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
+    _, _, told = examine(lambda rank: None, "--timeout", "8")
+    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) has died in check-in"}
+
+
 def test_a_first_rank_that_dies(examine):
     """It would have spoken; another does."""
     fault = {"broadcast": lambda *_: os._exit(9)}
