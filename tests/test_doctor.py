@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -318,6 +319,7 @@ def test_what_is_the_same_on_all_machines_is_said_once():
     ("resolved", "environment", "colour", "words"),
     [
         (["127.0.1.1"], {}, "red", "node1 resolves to 127.0.1.1: gloo would tell 1 other machines"),
+        (["127.0.0.1", "::1"], {}, "red", "node1 resolves to 127.0.0.1"),
         ([], {}, "red", "node1 does not resolve"),
         (["10.9.9.9"], {}, "red", "node1 resolves to 10.9.9.9"),  # an address that no interface here has
         (["127.0.1.1", "10.0.0.5"], {}, "green", "node1 is 10.0.0.5 on eth1"),
@@ -343,7 +345,7 @@ def test_the_hub_never_blocks_and_is_never_red(monkeypatch):
     found = network.hub_reachable({"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert found.colour == "yellow" and "http://127.0.0.1:9" in found.text
     monkeypatch.setattr(network, "HUB_SECONDS", 0.1)
-    assert network.in_background(lambda: time.sleep(60))().colour == "yellow"
+    assert network.in_background(lambda: threading.Event().wait())().colour == "yellow"
 
 
 def test_drivers(monkeypatch, tmp_path):
