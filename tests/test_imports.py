@@ -49,6 +49,13 @@ SIDEWAYS = {
     ("corpus", "command"): "a tokenizing process ends with its parent",
     ("watch", "command"): "a signal ends the command",
     **{
+        (part, "findings"): "what it saw is told as a finding" for part in ("collectives", "gpus", "machine", "network")
+    },
+    ("machine", "gpus"): "a machine has GPUs",
+    ("machine", "network"): "and a place in the network",
+    ("machine", "gear"): "what a gear lets DeepSpeed compile there",
+    ("rollcall", "command"): "a rank ends with its launcher",
+    **{
         (part, "redact"): "what is written carries no secret"
         for part in ("checkpoint", "command", "metrics", "report", "runs", "watch")
     },
@@ -57,7 +64,7 @@ SIDEWAYS = {
     ("parity", "report"): "and shown on a page of the same kind",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
-LIGHT = ["cluster", "command", "compatibility", "config", "gear", "progress", "redact", "watch"]
+LIGHT = "cluster command compatibility config findings gear machine network progress redact watch".split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}

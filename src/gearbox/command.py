@@ -144,7 +144,7 @@ def _refuse(text: str) -> NoReturn:
         if read_outcome(Path(os.environ[OUTCOME_FILE])).get("outcome") != "failed":  # a run that had begun said it
             conclude("refused", text)
     elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1, and nothing speaks after it
-        _print_after(launcher, text)
+        print_after(launcher, text)
     else:
         print(text, file=sys.stderr)
     _exit(EXIT_USER_ERROR)  # without teardown: the other ranks may be waiting inside a collective
@@ -156,7 +156,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _print_after(launcher: psutil.Process, text: str) -> None:
+def print_after(launcher: psutil.Process, text: str) -> None:
     """`accelerate launch` ends with a traceback of its own when a rank fails; say ours after it."""
     if os.fork() == 0:
         os.setsid()

@@ -117,6 +117,14 @@ class Gear:
         return "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else None
 
     @property
+    def compiled(self) -> list[str]:
+        """DeepSpeed's operations that are compiled when this gear first starts."""
+        settings = self.zero_json or {}
+        names = ["async_io"] if self.offload == "nvme" else []
+        on_host = "offload_optimizer" in settings.get("zero_optimization", {})
+        return names + (["cpu_adam"] if on_host and settings.get("zero_force_ds_cpu_optimizer") is not False else [])
+
+    @property
     def zero_stage(self) -> int:
         """0 where the engine is not ZeRO."""
         return int((self.zero_json or {}).get("zero_optimization", {}).get("stage", 0))
