@@ -259,11 +259,20 @@ def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
     assert (filled["bf16"]["enabled"], gear.filled_json(recipe, 4, 2, "bf16")["bf16"]["enabled"]) == (False, True)
 
 
-@pytest.mark.parametrize(("world_size", "name", "ranks"), [(None, "single", 1), ("1", "single", 1), ("3", "ddp", 3)])
-def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, world_size, name, ranks):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world_size:
-        monkeypatch.setenv("WORLD_SIZE", world_size)
+@pytest.mark.parametrize(
+    ("environment", "name", "ranks"),
+    [
+        ({}, "single", 1),
+        ({"WORLD_SIZE": "1"}, "single", 1),
+        ({"WORLD_SIZE": "3"}, "ddp", 3),
+        ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "ddp", 1),  # torchrun's process group has one rank
+    ],
+)
+def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, environment, name, ranks):
+    for variable in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     gear = find_gear()
     assert (gear.name, gear.num_processes) == (name, ranks)
 
