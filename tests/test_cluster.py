@@ -1,0 +1,192 @@
+"""A machine's place among those of a job, who sits where, machines that have not met. (cluster.py trains on two.)"""
+
+import re
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import parse_args
+
+from gearbox import cluster
+from gearbox.cluster import Place, Seat, check_one_world, table, take_place
+from gearbox.command import split_arguments
+from gearbox.config import ROOT, UserError, load_recipe
+from gearbox.gear import gear_path, load_gear
+from test_docs import GUIDES
+
+NAMES = [name for names in cluster.PLACE.values() for name in names] + [
+    cluster.RANKS_PER_MACHINE,
+    *cluster.NUM_MACHINES,
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in [
+        *NAMES,
+        cluster.RANKS_PER_MACHINE,
+        *cluster.NUM_MACHINES,
+        "GROUP_WORLD_SIZE",
+        "SLURM_JOB_NUM_NODES",
+        "GLOO_SOCKET_IFNAME",
+    ]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ranks_hosts_and_devices_in_a_line_a_machine():
+    seats = [Seat(f"node{i // 8 + 1}", f"cuda:{i % 8} NVIDIA H100 80GB HBM3") for i in range(16)]
+    assert table(seats) == [
+        "rank 0-7  node1  cuda:0-7 NVIDIA H100 80GB HBM3",
+        "rank 8-15  node2  cuda:0-7 NVIDIA H100 80GB HBM3",
+    ]
+    assert table([Seat("a", "cuda:0 H100"), Seat("a", "cuda:1 A100")]) == [
+        "rank 0  a  cuda:0 H100",
+        "rank 1  a  cuda:1 A100",
+    ]
+    assert table([Seat("a", "cpu")] * 2) == ["rank 0-1  a  cpu"]
+
+
+@pytest.mark.parametrize("rank_name", ["PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"])
+def test_the_environment_says_what_the_flags_leave_out(monkeypatch, rank_name):
+    given = {"PET_NNODES": "2", rank_name: "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29500"}
+    for name, value in (given | {"PET_NPROC_PER_NODE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    assert take_place({}) == ({"num_processes": "8"}, Place(2, 1, "a", 29500))
+    rest, place = take_place({"machine_rank": "0", "main_process_ip": "b", "num_processes": "6", "log_dir": "x"})
+    assert (rest, place) == ({"num_processes": "6", "log_dir": "x"}, Place(2, 0, "b", 29500))
+
+
+def test_one_machine_needs_no_place(monkeypatch):
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    assert take_place({}) == ({}, None)
+    assert take_place({"main_process_port": "29501"}) == ({"main_process_port": "29501"}, None)
+    monkeypatch.setenv("PET_NNODES", "1")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    assert take_place({}) == ({"num_processes": "2"}, None)
+
+
+FIRST = {"num_machines": "2", "machine_rank": "0", "main_process_ip": "a", "main_process_port": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"num_machines": "2"}, "--num_machines=2: give --machine_rank=... too, or set PET_NODE_RANK"),
+        ({"num_machines": "2", "machine_rank": "0", "main_process_ip": "a"}, "give --main_process_port=... too"),
+        ({"num_machines": "1:4"}, "found '1:4'; torchrun --nnodes=1:4 is elastic, this is not"),
+        ({"num_machines": "two"}, "num_machines (PET_NNODES): must be a whole number from 1, found 'two'"),
+        (FIRST | {"machine_rank": "2"}, "--machine_rank=2: 2 machines are numbered 0 to 1"),
+        (FIRST | {"main_process_port": "0"}, "(PET_MASTER_PORT): must be a whole number from 1, found '0'"),
+    ],
+)  # fmt: skip
+def test_half_a_place_is_refused(flags, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        take_place(flags)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ({"flag": "--num_processes=3"}, "gearbox: --num_processes=3: 2 machines cannot share them evenly"),
+        ({"variable": "auto"}, "gearbox: PET_NPROC_PER_NODE: must be a whole number from 1, found 'auto'"),
+    ],
+)
+def test_ranks_that_cannot_be_placed_are_refused(monkeypatch, ranks, said):
+    if "variable" in ranks:
+        monkeypatch.setenv("PET_NPROC_PER_NODE", ranks["variable"])
+    line = [
+        "src/launch.py",
+        "ddp",
+        *(f"--{flag}={value}" for flag, value in FIRST.items()),
+        *ranks.get("flag", "").split(),
+    ]
+    outcome = subprocess.run([sys.executable, *line], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert (outcome.returncode, outcome.stderr.strip()) == (2, said)
+
+
+def test_machines_are_numbered_as_they_are_told(monkeypatch):
+    """c10d orders machines by their addresses; 10 comes after 9, and the first one's address leads to it."""
+    ordered = [Place(12, rank, "10.0.0.1", 29500).environment()["PET_LOCAL_ADDR"] for rank in range(12)]
+    assert ordered == sorted(ordered) and ordered[0] == "10.0.0.1"
+    assert Place(12, 1, "node-a.example", 1).environment()["PET_LOCAL_ADDR"] > "node-a.example"
+
+
+def test_gloo_is_given_the_interface_that_leads_to_the_first_machine(monkeypatch):
+    assert Place(2, 1, "127.0.0.1", 29500).environment()["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in Place(2, 1, "no such name", 29500).environment()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert "GLOO_SOCKET_IFNAME" not in Place(2, 1, "127.0.0.1", 29500).environment()
+
+
+def test_the_first_machine_is_there_when_it_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert Place(2, 1, "127.0.0.1", port).is_there()
+    assert not Place(2, 1, "127.0.0.1", port).is_there()
+    assert Place(2, 0, "127.0.0.1", port).is_there()
+
+
+@pytest.mark.parametrize("name", cluster.NUM_MACHINES)
+def test_machines_that_have_not_met_are_refused(monkeypatch, name):
+    alone, together = [Seat("node1", "cpu")] * 2, [Seat("node1", "cpu"), Seat("node2", "cpu")]
+    check_one_world(alone)
+    monkeypatch.setenv(name, "2")
+    check_one_world(together)
+    with pytest.raises(
+        UserError, match=f"{name}=2, but the 2 ranks of this world are all on node1: each machine would"
+    ):
+        check_one_world(alone)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # two launchers on one host
+    check_one_world(alone)
+    monkeypatch.setenv(name, "1:4")  # torchrun's elastic range
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    check_one_world(alone)
+
+
+def test_idle_machines_of_a_slurm_job(monkeypatch):
+    assert cluster.num_idle([Seat("node1", "cpu")]) == 0
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    assert cluster.num_idle([Seat("node1", "cpu")]) == 2
+
+
+LINES = sorted(
+    {
+        line.replace("\\\n", " ").removeprefix("$ ")
+        for guide in GUIDES
+        for block in re.findall(r"```(?:text|bash)\n(.*?)```", guide.read_text(), re.S)
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
+        if re.match(r"(\$ )?(accelerate launch|torchrun|python src/launch\.py) ", line)
+    }
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_documents_launches_are_parsed_by_the_launchers(line):
+    """Those on many machines cannot run where the document is tested; the launchers' own parsers read all of them."""
+    words = shlex.split(line)
+    if words[0] == "torchrun":
+        parsed = parse_args(words[1:])
+        script, arguments = parsed.training_script, parsed.training_script_args
+    elif words[0] == "accelerate":
+        parsed = launch_command_parser().parse_args(words[2:])
+        script, arguments = parsed.training_script, parsed.training_script_args
+        flags = {"num_processes": str(parsed.num_processes)} if parsed.num_processes else {}
+        load_gear(ROOT / parsed.config_file, flags)
+    else:
+        flags, place = take_place(
+            dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        )
+        assert place is None or place.flags(1)
+        load_gear(gear_path(words[2]), flags)
+        script, arguments = words[1], [word for word in words[3:] if not word.startswith("--")]
+    assert (ROOT / script).is_file()
+    if script == "src/train.py" or words[0] == "python":
+        recipe, overrides = split_arguments([word for word in arguments if "lrr" not in word])
+        load_recipe(ROOT / recipe, [word for word in overrides if not word.startswith("data.path")])
+
+
+def test_the_lines_by_hand_are_there():
+    assert any("--num_machines 2" in line for line in LINES) and any("--nnodes=2" in line for line in LINES)
