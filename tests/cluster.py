@@ -134,6 +134,7 @@ def by_torchrun(job: Job, gear: str, ranks_each: int, nodes: str = "2", only: in
             "torchrun", f"--nnodes={nodes}", f"--nproc_per_node={ranks_each}", "--max_restarts=3",
             "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "tests/faults/train.py", *job.recipe,
         ],
+        lambda rank: {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if ":" in nodes else {},
         only=only,
     )  # fmt: skip
 
