@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from gearbox import adapters, loss, pipeline
+from gearbox import adapters, loss, pipeline, storage
 from gearbox.checkpoint import digest_of
 from gearbox.config import ROOT, Model, Recipe, UserError
 
@@ -160,7 +160,7 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     try:
-        aside.rename(folder)
+        storage.settle(aside, folder)
     except OSError:
         shutil.rmtree(aside)
 
@@ -279,7 +279,7 @@ def save(
         model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it was asked
-    aside.rename(folder)
+    storage.settle(aside, folder)
 
 
 def architecture(source: str, model: Model) -> Any:
