@@ -24,8 +24,8 @@ from pathlib import Path
 
 OPCODES = {
     1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename", 14: "open",
-    15: "read", 16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir",
-    29: "releasedir", 30: "fsyncdir", 31: "lock", 32: "lock", 33: "lock", 35: "create",
+    15: "read", 16: "write", 17: "statfs", 18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir",
+    28: "readdir", 29: "releasedir", 30: "fsyncdir", 31: "lock", 32: "lock", 33: "lock", 35: "create",
 }  # fmt: skip
 HEADER = struct.Struct("<IIQQIIIHH")  # length, opcode, unique, node, user, group, process, ...
 MAX_WRITE = 2**20
@@ -45,10 +45,10 @@ class Behaviour:
     """Seconds until a name that was not made through this mount is seen here."""
     fails: list = field(default_factory=list)
     """Of [operation, pattern of the path, error number, times]: what goes wrong, and how often."""
-    kills_at: int = 0
-    """The number of the change (create, write, unlink, ...) at which its caller is killed; a write is half done."""
     kills: list = field(default_factory=list)
-    """The same as [operation, pattern of the path]: at the first that matches."""
+    """Of [operation, pattern of the path]: at which its caller is killed. A write is half done."""
+    kills_in_turn: bool = False
+    """The n-th process that changes anything is killed at its n-th change."""
 
 
 LIKE_S3 = {
@@ -69,7 +69,8 @@ class Bucket:
         self.paths = {1: ""}  # of each node; a name that comes back is another node
         self.mine: set[str] = set()
         self.files: dict[int, tuple[int, str]] = {}
-        self.next_node, self.next_file, self.num_changes = 2, 1, 0
+        self.changes: dict[int, int] = {}
+        self.next_node, self.next_file = 2, 1
 
     def serve(self, device: int) -> None:
         while True:
@@ -110,9 +111,9 @@ class Bucket:
                 entry[3] -= 1
                 raise OSError(number, "")
         dies = any(operation == name and re.search(pattern, path) for operation, pattern in self.behaviour.kills)
-        if name in CHANGES:
-            self.num_changes += 1
-            dies = dies or self.num_changes == self.behaviour.kills_at
+        if name in CHANGES and self.behaviour.kills_in_turn:
+            self.changes[process] = self.changes.get(process, 0) + 1
+            dies = self.changes[process] == list(self.changes).index(process) + 1
         if dies:
             if name == "write":
                 size = struct.unpack_from("<QQI", body)[2] // 2
@@ -220,8 +221,7 @@ class Bucket:
             raise OSError(self.behaviour.refuses["seek"], "")
         return struct.pack("<II", os.pwrite(file, body[40 : 40 + size], offset), 0)
 
-    def fsync(self, _: str, body: bytes) -> bytes:
-        os.fsync(self.files[struct.unpack_from("<Q", body)[0]][0])
+    def fsync(self, _: str, __: bytes) -> bytes:
         return b""
 
     def flush(self, _: str, __: bytes) -> bytes:

@@ -146,8 +146,10 @@ class Metrics:
             for name, number in numbers.items():
                 if isinstance(number, int | float) and self.board is not None:
                     self.board.add_scalar(name, number, step)
-        except OSError:  # of its thread, which has ended: another one for what comes
-            self._open_board(step)
+        except OSError as error:  # of its thread, which has ended: another one for what comes
+            self.board = None
+            if error.errno not in storage.LACKING:
+                self._open_board(step)
 
     def _catch_up(self) -> None:
         """Where nothing can be appended (object stores) lines wait for a checkpoint; then the file is written anew."""

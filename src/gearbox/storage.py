@@ -11,15 +11,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, TypeVar
+from uuid import uuid4
 
 Result = TypeVar("Result")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-LACKING = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK}  # the file system has no such thing
-REFUSED = LACKING | {errno.EPERM, errno.EXDEV, errno.EIO, errno.EMFILE}  # a rename; gcsfuse says EMFILE of a folder
+LACKING = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ENOLCK}  # it has no such thing
 PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN}
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds between tries, in a thread that nobody waits for
 SEEN_SECONDS = 75.0  # NFS and the mounts of object stores keep what they know of a name for 60 s, unless told otherwise
@@ -32,8 +33,8 @@ def why_no_rename(folder: Path) -> str:
     Tried with a file in it, which is what object stores mind. One that does rename a folder there copies it, file by
     file, and no errno tells; so every FUSE mount counts as one that does. Raises OSError where nothing can be written.
     """
-    probe = folder / f"probe.tmp-{os.getpid()}"
-    renamed = folder / f"renamed.tmp-{os.getpid()}"
+    probe = folder / f"probe.tmp-{uuid4().hex[:8]}"
+    renamed = probe.with_name(f"{probe.name}-renamed")
     try:
         probe.mkdir(parents=True)
         (probe / "file").write_bytes(b"x")
@@ -115,7 +116,7 @@ def put(path: Path, text: str) -> None:
         try:
             aside.replace(path)
         except OSError as error:
-            if error.errno not in REFUSED:
+            if error.errno not in LACKING | {errno.EIO}:
                 raise
             _write(path, text)
     finally:
@@ -129,18 +130,24 @@ def _write(path: Path, text: str) -> None:
         sync(file)
 
 
-def settle(aside: Path, folder: Path) -> None:
-    """Give a complete folder its name: by a rename; where that is refused by copying it."""
-    try:
+@contextmanager
+def filled(folder: Path, aside: Path) -> Iterator[Path]:
+    """A folder to fill, which is this one afterwards: at once, by a rename of what was filled aside.
+
+    Where a folder cannot be renamed it is filled on the machine's own disk (TMPDIR) and then copied: safetensors' files
+    are not written from their first byte to their last, which is all that a mounted object store may take.
+    """
+    if not why_no_rename(folder.parent):
+        shutil.rmtree(aside, ignore_errors=True)
+        yield aside
         aside.rename(folder)
-    except OSError as error:
-        if error.errno not in REFUSED:
-            raise
+        return
+    with TemporaryDirectory() as made:
+        yield Path(made)
         folder.mkdir()
-        for path in sorted(aside.rglob("*")):
-            copy = folder / path.relative_to(aside)
+        for path in sorted(Path(made).rglob("*")):
+            copy = folder / path.relative_to(made)
             copy.mkdir() if path.is_dir() else shutil.copyfile(path, copy)
-        shutil.rmtree(aside)
 
 
 class Lock:
@@ -166,7 +173,7 @@ class Lock:
                     break
                 time.sleep(LOOK_SECONDS / 10)
         except OSError as error:
-            if error.errno not in LACKING | {errno.EPERM}:
+            if error.errno not in LACKING:
                 raise
             self.problem = error.strerror or ""
         if self.is_taken or self.problem:
