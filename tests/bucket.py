@@ -176,8 +176,8 @@ class Bucket:
         return struct.pack("<5Q10I", *blocks, 0, 0, found.f_bsize, 255, found.f_frsize, *[0] * 7)
 
     def mkdir(self, path: str, _: bytes) -> bytes:
+        self.mine.add(path)  # from now on it is known, also where the store answers that it was there
         self.at(path).mkdir()
-        self.mine.add(path)
         return self.entry(path)
 
     def rmdir(self, path: str, _: bytes) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 
 import ledger
 import train as script
-from gearbox import checkpoint, command, data, evaluation, metrics, saving, storage, watch
+from gearbox import checkpoint, command, data, evaluation, metrics, saving, watch
 from gearbox.progress import Progress
 from gearbox.staging import Staging
 from test_resume import count_steps
@@ -437,7 +437,6 @@ def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
 
     monkeypatch.setattr(Staging, "write", elsewhere)
     monkeypatch.setattr(saving, "LAST_TRIES", 0)
-    monkeypatch.setattr(storage, "SEEN_SECONDS", 0.0)
     outcome = train("ddp", *STEPS, ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     assert outcome.lines("saved") == []

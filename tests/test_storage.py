@@ -1,5 +1,6 @@
 """Checkpoints where a folder cannot be renamed, on a mounted bucket: whole or not there, whatever dies or fails."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -11,13 +12,15 @@ import pytest
 
 import bucket
 import ledger
-from gearbox import checkpoint, command, storage
+import train as script
+from gearbox import checkpoint, command, saving, storage
 from gearbox.checkpoint import Piece
 from gearbox.staging import Staging
 from test_checkpoint import FACTS, check, tensors
 from test_checkpoint import make as make_by_rename
 from test_faults import NUM_ROWS, STEPS, books  # noqa: F401  a fixture
 
+CLONE_NEWNS, CLONE_NEWUTS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 needs_mount = pytest.mark.skipif(bool(bucket.missing()), reason=bucket.missing() or "it can be mounted")
 
 
@@ -134,15 +137,34 @@ def test_pruning_where_an_overlay_refuses_to_rename_what_lies_below(tmp_path):
 
 
 @needs_mount
-def test_a_shard_of_another_machine_is_waited_for(tmp_path, mounted, monkeypatch):
+def test_a_shard_of_another_machine_is_waited_for(tmp_path, mounted):
     with mounted(lag=1.0) as runs:
         (tmp_path / "held" / "shard").write_bytes(b"x" * 10)  # as through another mount
         assert not (runs / "shard").exists()
-        assert storage.arrives(runs / "shard", 10)
-        monkeypatch.setattr(storage, "SEEN_SECONDS", 0.0)
-        assert not storage.arrives(runs / "shard", 11), "half of it is none"
-        (tmp_path / "held" / "late").write_bytes(b"x")
-        assert not storage.arrives(runs / "late", 1)
+        assert storage.arrives(runs / "shard", 10, storage.SEEN_SECONDS)
+        assert not storage.arrives(runs / "shard", 11, 0), "half of it is none"
+
+
+@needs_mount
+def test_ranks_of_two_machines_with_a_mount_each(train, mounted, tmp_path, monkeypatch):
+    """Rank 1 has a name and a mount of its own; what it writes is seen by rank 0 a second later."""
+    usual = script.main
+
+    def elsewhere(arguments, gear):
+        if os.environ["RANK"] == "1":
+            libc = ctypes.CDLL(None)
+            assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0
+            assert libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+            libc.sethostname(b"other", 5)
+            assert libc.mount(bytes(tmp_path / "there"), bytes(tmp_path / "runs"), None, MS_BIND, None) == 0
+        return usual(arguments, gear)
+
+    monkeypatch.setattr(script, "main", elsewhere)
+    with mounted(lag=1.0), bucket.mounted(tmp_path / "held", tmp_path / "there", refuses=bucket.LIKE_S3):
+        outcome = train("ddp", *STEPS, "train.steps=2", ranks=2)
+        assert outcome.codes == [0, 0], outcome.output
+        (line,) = outcome.lines("saved")
+        assert line["save_seconds"] > 0.9, "it had to wait"
 
 
 @needs_mount
@@ -236,7 +258,8 @@ def test_shards_wait_on_a_local_disk_while_the_bucket_is_out_of_reach(train, mou
     assert list(stage.iterdir()) == []
 
 
-def test_a_local_disk_that_is_full_or_not_there(train, tmp_path):
+def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LAST_TRIES", 0)
     refused = train("ddp", *STEPS, "save.stage=/proc/nowhere", ranks=2)
     assert refused.codes == [2, 2] and "save.stage: /proc/nowhere cannot be written: No such file" in refused.output
     if os.geteuid():

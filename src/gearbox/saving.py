@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ class Saver:
         self._outcome: dict[str, Any] = {}
         self._started = self._stall = 0.0
         self._manifest: dict[str, Any] = {}
+        self._of_others: set[str] = set()
+        """Shards that other machines wrote: they may be seen here later."""
 
     def boundary(self, progress: Progress, num_steps: int, stop: bool) -> bool:
         """Between two steps: bring a save forward, begin one if it is due. True if the ranks are to stop here."""
@@ -132,11 +135,12 @@ class Saver:
             self._aside.mkdir(parents=True, exist_ok=True)
             return self.staging.write(self._aside / name)
 
-        return {"files": {name: storage.patiently(write)}}
+        return {"files": {name: storage.patiently(write)}, "machine": socket.gethostname()}
 
     def _commit(self) -> dict[str, Any]:
         for name, facts in self._manifest["files"].items():
-            if not storage.arrives(self._aside / name, facts["bytes"]):
+            seconds = storage.SEEN_SECONDS if name in self._of_others else 0.0
+            if not storage.arrives(self._aside / name, facts["bytes"], seconds):
                 place = str(self._aside / name)
                 raise OSError(errno.ENOENT, "is not as it was written; do all machines share run.dir?", place)
         storage.patiently(lambda: checkpoint.commit(self._aside, self._folder, self._manifest))
@@ -155,6 +159,8 @@ class Saver:
             self._give_up(problems)
         elif not self._is_committing:
             self._manifest["files"] = {name: facts for found in outcomes for name, facts in found["files"].items()}
+            others = [found["files"] for found in outcomes if found["machine"] != socket.gethostname()]
+            self._of_others = {name for files in others for name in files}
             self._is_committing = True
             if self.rank == 0:
                 self._work(self._commit)

@@ -96,9 +96,9 @@ def patiently(work: Callable[[], Result]) -> Result:
     return work()
 
 
-def arrives(path: Path, num_bytes: int) -> bool:
-    """Whether a file that another machine wrote comes to be seen here, whole, before SEEN_SECONDS are over."""
-    deadline = time.monotonic() + SEEN_SECONDS
+def arrives(path: Path, num_bytes: int, seconds: float) -> bool:
+    """Whether a file of that size is here, or comes to be seen: another machine wrote it."""
+    deadline = time.monotonic() + seconds
     while True:
         with suppress(OSError), path.open("rb") as file:  # opened: that is when NFS asks its server
             if os.fstat(file.fileno()).st_size == num_bytes:
