@@ -236,7 +236,7 @@ class Bucket:
 
     def readdir(self, path: str, body: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", body)
-        names = sorted(found.name for found in self.at(path).iterdir())
+        names = sorted((found.name for found in self.at(path).iterdir()), reverse=True)  # in no order to count on
         names = [".", "..", *(name for name in names if self.is_seen(join(path, name)))]
         answer = b""
         for number, name in enumerate(names[offset:], start=offset + 1):

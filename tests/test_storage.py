@@ -62,7 +62,7 @@ def test_a_rename_is_taken_only_where_it_is_one(tmp_path, mounted):
 
 @needs_mount
 def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
-    """Each process goes on where the one before was killed, one change later, until one comes through two saves."""
+    """Each process goes on where the one before was killed, one change later, until one comes through a save."""
     newest, deaths = 0, 0
     with mounted(kills_in_turn=True) as runs:
         while True:
@@ -70,9 +70,8 @@ def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
             if child == 0:
                 checkpoint.sweep(runs)
                 whole = ledger.whole_checkpoint(runs) or 0
-                for step in range(whole + 1, whole + 3):
-                    make(runs, step, run_id=str(os.getpid()))
-                    checkpoint.prune(runs, keep=2, renames=False)
+                make(runs, whole + 1, run_id=str(os.getpid()))
+                checkpoint.prune(runs, keep=2, renames=False)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             found = checkpoint.steps(runs)
@@ -84,7 +83,7 @@ def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
                 break
             assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
             deaths += 1
-        assert deaths > 20 and newest > 10
+        assert deaths > 12 and newest > 4, (deaths, newest)
         assert [step for step, _ in checkpoint.steps(runs)] == [newest, newest - 1]
         assert sorted(path.name for path in (tmp_path / "held").iterdir()) == [f"step-{newest - 1}", f"step-{newest}"]
 
@@ -266,6 +265,13 @@ def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
         pytest.skip("needs root to mount a disk of its own")
     stage = tmp_path / "stage"
     stage.mkdir()
+    left, usual = tmp_path / "left", saving.Saver._give_up
+
+    def give_up(self, problems):
+        usual(self, problems)
+        left.write_text(str(shutil.disk_usage(stage).used))
+
+    monkeypatch.setattr(saving.Saver, "_give_up", give_up)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(stage)], check=True)
     try:
         outcome = train("single", *STEPS, "train.steps=3", f"save.stage={stage}")
@@ -273,7 +279,7 @@ def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
         assert (
             f"checkpoint of step 2 not written: rank 0: {stage}: No space left on device: 1.1 MiB are" in outcome.output
         )
-        assert shutil.disk_usage(stage).used == 0
+        assert left.read_text() == "0", "what could not be written is given back"
     finally:
         subprocess.run(["umount", "-l", str(stage)], check=True)
 
