@@ -122,7 +122,9 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         size = tensors.state_bytes(bare, optimizer, backend.gather)
         if weight := loss.router_weight(bare):
             facts["router loss"] = f"{weight:g} x the unbalance of the experts"
-        facts["checkpoints"] = backend.first_decides(lambda: saving.check_space(run.checkpoints, recipe.save, size))
+        facts["checkpoints"], renames = backend.first_decides(
+            lambda: saving.check_space(run.checkpoints, recipe.save, size)
+        )
         facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
         if run.checkpoint is not None:
@@ -151,7 +153,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         with metrics.Metrics(run.folder, screen, num_steps, run.progress) as log:
             checkpoints = saving.Saver(
                 run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
-                saved_step=run.saved_step, beat=watching.beat, agree=backend.agree, gather=backend.gather,
+                saved_step=run.saved_step, renames=renames,
+                beat=watching.beat, agree=backend.agree, gather=backend.gather,
                 pieces=lambda: tensors.held(bare, optimizer, processes.process_index, backend.gather),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, **said),
             )  # fmt: skip

@@ -14,7 +14,8 @@ import xxhash
 from safetensors import safe_open
 
 from gearbox import checkpoint
-from gearbox.checkpoint import Damaged, Piece, Reader, Staging
+from gearbox.checkpoint import Damaged, Piece, Reader
+from gearbox.staging import Staging
 
 FACTS = {
     "step": 20, "parameters": {"w": [40, 50], "b": [7]}, "scalars": {"w": {"step": {"float32": 20.0}}},

@@ -17,6 +17,7 @@ import ledger
 import train as script
 from gearbox import checkpoint, command, data, evaluation, metrics, saving, watch
 from gearbox.progress import Progress
+from gearbox.staging import Staging
 from test_resume import count_steps
 
 STEPS = ("schedule.name=constant", "save.every=2", "train.steps=8", "run.name=x")
@@ -147,7 +148,7 @@ def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
         elif phase == "evaluating":
             here.setattr(evaluation, "make_step", before(evaluation.make_step))
         elif phase == "saving":
-            here.setattr(saving.checkpoint.Staging, "write", before(checkpoint.Staging.write))
+            here.setattr(Staging, "write", before(Staging.write))
         else:
             here.setattr(data, "make_step", before(data.make_step))
         outcome = train("ddp", *given, ranks=2)
@@ -341,7 +342,7 @@ def limit_of_file_size():
 
 def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
     """One rank's shard does not fit: all give up together, train on, and try again."""
-    usual, counted = checkpoint.Staging.write, [0]
+    usual, counted = Staging.write, [0]
 
     def write(self, path):
         counted[0] += 1
@@ -353,7 +354,7 @@ def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
                 limit_of_file_size(resource.RLIM_INFINITY)
         return usual(self, path)
 
-    monkeypatch.setattr(checkpoint.Staging, "write", write)
+    monkeypatch.setattr(Staging, "write", write)
     outcome = train("ddp", *STEPS, "save.every=3", "train.steps=10", ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     assert "checkpoint of step 6 not written" in outcome.output
@@ -365,7 +366,7 @@ def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
 
 
 def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
-    usual, counted = checkpoint.Staging.write, [0]
+    usual, counted = Staging.write, [0]
 
     def write(self, path):
         counted[0] += 1
@@ -373,7 +374,7 @@ def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return usual(self, path)
 
-    monkeypatch.setattr(checkpoint.Staging, "write", write)
+    monkeypatch.setattr(Staging, "write", write)
     monkeypatch.setattr(saving, "LAST_TRY_SECONDS", 1)
     outcome = train("ddp", *STEPS, "save.every=100", ranks=2)
     assert outcome.codes == [0, 0], outcome.output
@@ -382,19 +383,19 @@ def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
 
 
 def test_a_save_that_is_slower_than_the_hang_timeout_is_none(train, monkeypatch):
-    usual = checkpoint.Staging.write
+    usual = Staging.write
 
     def slow(self, path):
         time.sleep(6)
         return usual(self, path)
 
-    monkeypatch.setattr(checkpoint.Staging, "write", slow)
+    monkeypatch.setattr(Staging, "write", slow)
     outcome = train("ddp", *STEPS, "save.every=100", HANG, ranks=2)
     assert outcome.codes == [0, 0], outcome.output
 
 
 def test_training_goes_on_while_a_save_is_written_and_two_never_overlap(train, tmp_path, monkeypatch):
-    usual = checkpoint.Staging.write
+    usual = Staging.write
     marks = tmp_path / "marks"
 
     def slow(self, path):
@@ -409,7 +410,7 @@ def test_training_goes_on_while_a_save_is_written_and_two_never_overlap(train, t
         return facts
 
     count_steps(monkeypatch)
-    monkeypatch.setattr(checkpoint.Staging, "write", slow)
+    monkeypatch.setattr(Staging, "write", slow)
     outcome = train("single", *STEPS, "save.every=3")
     assert outcome.codes == [0], outcome.output
     assert [line["saved"] for line in outcome.lines("saved")] == [3, 6, 8]
@@ -426,7 +427,7 @@ def test_pruning_that_fails_leaves_the_save_a_success(train, monkeypatch):
 
 
 def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
-    usual = checkpoint.Staging.write
+    usual = Staging.write
 
     def elsewhere(self, path):
         facts = usual(self, path)
@@ -434,7 +435,7 @@ def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
             path.unlink()
         return facts
 
-    monkeypatch.setattr(checkpoint.Staging, "write", elsewhere)
+    monkeypatch.setattr(Staging, "write", elsewhere)
     monkeypatch.setattr(saving, "LAST_TRIES", 0)
     outcome = train("ddp", *STEPS, ranks=2)
     assert outcome.codes == [0, 0], outcome.output

@@ -39,11 +39,17 @@ SIDEWAYS = {
     ("verification", "gear"): "what was asked",
     ("verification", "tensors"): "is held against what each rank holds",
     ("tensors", "checkpoint"): "what one hands over and the other writes: a piece",
+    **{
+        (part, "storage"): "where the file system can do less than a disk"
+        for part in ("checkpoint", "command", "metrics", "model", "runs", "saving", "staging")
+    },
     ("runs", "checkpoint"): "a run goes on from one",
     ("runs", "tensors"): "and puts it into the model",
     ("runs", "progress"): "and counts on from there",
     ("runs", "command"): "how a run stands is its outcome",
     ("saving", "checkpoint"): "it decides when one is written",
+    ("saving", "staging"): "and where it waits meanwhile",
+    ("staging", "checkpoint"): "pieces are laid out as a shard",
     ("saving", "progress"): "with how far the run is",
     ("metrics", "progress"): "it records how far the run is",
     ("corpus", "command"): "a tokenizing process ends with its parent",
@@ -64,7 +70,7 @@ SIDEWAYS = {
     ("parity", "report"): "and shown on a page of the same kind",
     ("preview", "forms"): "a form is called the same in the log and in a refusal",
 }
-LIGHT = "cluster command compatibility config findings gear machine network progress redact watch".split()
+LIGHT = "cluster command compatibility config findings gear machine network progress redact storage watch".split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 ENGINES_ELSEWHERE = {("evaluation", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token"}

@@ -5,6 +5,10 @@ step-N/
                               or, where it is cut in other dimensions than the first, "kind|parameter|row,column"
     manifest.json             every shard with size and digest, what resumes, shapes, recipe, gear, versions
 
+It is committed by a rename. Where a folder cannot be renamed at once (`storage.why_no_rename`) the shards are written
+into step-N itself, as shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it
+is written last, and without it, or with half of it, such a folder is none.
+
 Kinds are `parameter`, `buffer` and what the optimizer keeps (`exp_avg`, ...). No pickle is written or read: a digest
 is a guard against damage, and not the guard against code. This module knows files, not ranks.
 """
@@ -16,8 +20,9 @@ import math
 import os
 import re
 import shutil
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +31,13 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from gearbox import storage
 from gearbox.redact import redacted
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-SHARD = re.compile(r"shard-\d{5}\.safetensors")
+MANIFEST_END = b"\n}\n"  # and nowhere before
+SHARD = re.compile(r"shard-\d{5}(-\w+)?\.safetensors")
 STEP = re.compile(r"step-(\d+)")
 CHUNK_BYTES = 16 * 2**20  # written, hashed or read at once
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -65,50 +72,6 @@ class Piece:
 # --------------------------------------------------------------------------- writing
 
 
-class Staging:
-    """A shard in the host's memory, in a buffer that is used again: laid out as the file, so it is written as it is."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.header = b""
-        self.num_bytes = self.num_written = 0
-
-    def fill(self, pieces: Iterable[Piece]) -> None:
-        """Copy the pieces in. Afterwards they may change."""
-        ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
-        self.num_bytes = sum(piece.tensor.nbytes for piece in ordered)
-        if self.buffer.numel() < self.num_bytes:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
-            self.buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        entries, at = {}, 0
-        for piece in ordered:
-            tensor, end = piece.tensor, at + piece.tensor.nbytes
-            self.buffer[at:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-            entries[piece.key] = {
-                "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end],
-            }  # fmt: skip
-            at = end
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-
-    def write(self, path: Path) -> dict[str, Any]:
-        """Write the shard and see it to the disk; returns its size and digest."""
-        data = self.buffer.numpy()[: self.num_bytes]
-        digest = xxhash.xxh3_128()
-        self.num_written = 0
-        with path.open("wb") as file:
-            for part in (self.header, *(data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))):
-                digest.update(part)
-                file.write(part)
-                self.num_written += len(part)
-            file.flush()
-            os.fsync(file.fileno())
-        return {"bytes": len(self.header) + self.num_bytes, "xxh3_128": digest.hexdigest()}
-
-
 def render_manifest(content: dict[str, Any]) -> str:
     """The content with its own digest, so that a changed byte of it is noticed too."""
     body = json.dumps(content, sort_keys=True, indent=1)
@@ -116,46 +79,62 @@ def render_manifest(content: dict[str, Any]) -> str:
     return json.dumps({"digest": digest, "manifest": content}, sort_keys=True, indent=1) + "\n"
 
 
+def shard(rank: int, run_id: str = "") -> str:
+    """The file of a rank; with the run's id where it lies in the checkpoint's folder before that counts as one."""
+    return f"shard-{rank:05d}-{run_id}.safetensors" if run_id else f"shard-{rank:05d}.safetensors"
+
+
 def commit(aside: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Make a checkpoint of a folder whose shards are on the disk: the manifest, then one rename."""
+    """Make a checkpoint of shards that are on the disk: the manifest, and one rename unless they lie there already."""
+    if aside == folder:
+        (folder / MANIFEST).unlink(missing_ok=True)  # of a damaged one of the same step
     with (aside / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(render_manifest(redacted(manifest) | {"format": FORMAT}))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(aside)
+        storage.sync(file)
+    storage.sync_folder(aside)
+    if aside == folder:
+        for path in folder.iterdir():  # what is left of a damaged one
+            if path.name not in {MANIFEST, *manifest["files"]}:
+                with suppress(OSError):
+                    path.unlink()
+        return
     if folder.exists():  # a damaged one of the same step, which was passed over
         remove(folder)
     aside.rename(folder)
-    sync_folder(folder.parent)
+    storage.sync_folder(folder.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def remove(folder: Path, renames: bool = True) -> None:
+    """Delete a checkpoint. A kill on the way leaves nothing that counts as one."""
+    aside = folder.with_name(f"{folder.name}.tmp-removed-{time.time_ns()}")  # another may be left: NFS keeps open files
+    if renames:
+        with suppress(OSError):  # an overlay refuses it for what lies below it
+            folder.rename(aside)
+            folder = aside
+    discard(folder)
 
 
-def remove(folder: Path) -> None:
-    """Delete a checkpoint. A kill on the way leaves a temporary folder, and not half a checkpoint."""
-    aside = folder.with_name(f"{folder.name}.tmp-removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)  # what stays is swept
+def discard(folder: Path) -> None:
+    """Delete a folder, and first what makes it a checkpoint."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # what stays is swept
 
 
-def sweep(parent: Path) -> None:
-    """Delete what dead runs left half written. Only for whoever holds the run's lock."""
+def sweep(parent: Path) -> list[Path]:
+    """Delete what dead runs left half written; returns the unfinished steps. Only for whoever holds the run's lock."""
     for leftover in parent.glob("*.tmp-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink()
+    unfinished = [folder for _, folder in _folders(parent) if _is_unfinished(folder)]
+    for folder in unfinished:
+        with suppress(OSError):
+            discard(folder)
+    return unfinished
 
 
-def prune(parent: Path, keep: int) -> None:
+def prune(parent: Path, keep: int, renames: bool = True) -> None:
     """Delete all but the newest `keep` checkpoints and the one with the lowest held-out loss."""
     whole: dict[int, float | None] = {}
     for step, folder in steps(parent):
@@ -167,18 +146,36 @@ def prune(parent: Path, keep: int) -> None:
     looked_at = {step: loss for step, loss in whole.items() if loss is not None and math.isfinite(loss)}
     if looked_at:
         kept.add(min(looked_at, key=lambda step: (looked_at[step], -step)))
-    for step, folder in steps(parent):
+    for step, folder in _folders(parent):
         if step not in kept and step < max(kept, default=0):
-            remove(folder)
+            remove(folder, renames)
 
 
 # --------------------------------------------------------------------------- reading
 
 
 def steps(parent: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, whole or not, newest first."""
+    """The checkpoints in a folder, damaged ones too, newest first; not those that were never finished."""
+    return [(step, folder) for step, folder in _folders(parent) if not _is_unfinished(folder)]
+
+
+def _folders(parent: Path) -> list[tuple[int, Path]]:
     found = [(STEP.fullmatch(path.name), path) for path in parent.glob("step-*")]
     return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether it has no whole manifest yet. After a rename it always has had one: then it is damaged."""
+    try:
+        if any(SHARD.fullmatch(path.name) and path.name.count("-") == 1 for path in folder.iterdir()):
+            return False
+        with (folder / MANIFEST).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - len(MANIFEST_END)))
+            return file.read() != MANIFEST_END
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

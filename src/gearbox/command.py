@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from gearbox import storage
 from gearbox.config import DEFAULT_RECIPE, ROOT, UserError
 from gearbox.gear import launcher_process
 from gearbox.redact import guard_streams, redacted
@@ -85,15 +86,9 @@ def conclude(outcome: str, text: str, folder: Path | None = None, **facts: Any) 
     if OUTCOME_FILE in os.environ:
         places.append(Path(os.environ[OUTCOME_FILE]))
     for place in places:
-        aside = place.with_name(f".{place.name}.{os.getpid()}")
         try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(redacted(status)) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(place)
+            storage.put(place, json.dumps(redacted(status)) + "\n")
         except OSError as error:  # a full disk is no reason to stop
-            aside.unlink(missing_ok=True)
             print(f"gearbox: {place} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 

@@ -253,6 +253,8 @@ class Save(Group):
     """Steps between two checkpoints, and one at the end; 0 saves only when a signal ends the run."""
     keep: Int = Field(2, ge=2)
     """Newest checkpoints that are kept, beside the one with the lowest held-out loss."""
+    stage: str | None = None
+    """A folder on each machine's own disk where a rank's shard waits until it is written; null: the host's memory."""
 
 
 class Run(Group):

@@ -16,6 +16,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
 
+from gearbox import storage
 from gearbox.progress import Progress
 from gearbox.redact import redacted
 
@@ -45,6 +46,8 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
         self.waiting: list[str] = []
+        self.is_whole = False
+        """Whether it has to be written whole."""
         self.board: Any = None
         self.last = self.last_line = time.perf_counter()
         self.first_step = progress.step + 1
@@ -70,6 +73,7 @@ class Metrics:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.writes:
             self.bar.stop()
+            self._catch_up()
             with suppress(OSError):
                 if self.board is not None:
                     self.board.close()
@@ -124,6 +128,7 @@ class Metrics:
                 f"the last good one is of step {facts['last_saved']}; it is tried again"
             )
         self.log(**facts)
+        self._catch_up()
 
     def log(self, **numbers: Any) -> None:
         if not self.writes:
@@ -135,14 +140,25 @@ class Metrics:
             append(self.path, "".join(self.waiting))
             self.waiting.clear()
         except OSError as error:
-            if len(self.waiting) == 1:
+            if len(self.waiting) == 1 and not self.is_whole:
                 self.screen.print(f"{self.path} cannot be written: {error.strerror}; its lines wait until it can")
         try:
             for name, number in numbers.items():
                 if isinstance(number, int | float) and self.board is not None:
                     self.board.add_scalar(name, number, step)
-        except OSError:  # of its thread, which has ended: another one for what comes
-            self._open_board(step)
+        except OSError as error:  # of its thread, which has ended: another one for what comes
+            self.board = None
+            if error.errno not in storage.LACKING:
+                self._open_board(step)
+
+    def _catch_up(self) -> None:
+        """Where nothing can be appended (object stores) lines wait for a checkpoint; then the file is written anew."""
+        if self.waiting:
+            with suppress(OSError):
+                before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+                storage.put(self.path, before + "".join(self.waiting))
+                self.waiting.clear()
+                self.is_whole = True
 
     def _open_board(self, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -180,6 +196,4 @@ def drop_after(path: Path, step: int, evaluated: int) -> None:
             continue
         if record["step"] <= step and ("eval_loss" not in record or record["step"] <= evaluated):
             kept.append(line + "\n")
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    storage.put(path, "".join(kept))

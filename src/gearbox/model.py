@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from gearbox import adapters, loss, pipeline
+from gearbox import adapters, loss, pipeline, storage
 from gearbox.checkpoint import digest_of
 from gearbox.config import ROOT, Model, Recipe, UserError
 
@@ -153,16 +153,18 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
     bf16 has the same numbers, as it mostly has the hub's: ZeRO in bf16 rounds what it loads, so that its fp32 masters
     would start from other weights than another gear's. Atomic; a folder that another process finished first stays.
     """
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share it, and process ids
     transformers.set_seed(seed)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
     try:
-        aside.rename(folder)
+        with storage.filled(folder, aside) as filled:
+            model.save_pretrained(filled)
+            tokenizer.save_pretrained(filled)
     except OSError:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        if not folder.exists():
+            raise
 
 
 def load(
@@ -260,26 +262,24 @@ def save(
     weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
     if not weights:
         return
-    aside = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    if is_adapter:
-        if pipeline.is_cut(model):
-            import peft
+    with storage.filled(folder, folder.with_name(f"{folder.name}.tmp")) as aside:
+        if is_adapter:
+            if pipeline.is_cut(model):
+                import peft
 
-            # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
-            model = peft.get_peft_model(pipeline.outline(model.config), model.peft_config["default"])
-        model.peft_config["default"].base_model_name_or_path = source
-        # "auto" would ask the hub for the size of the base's vocabulary.
-        has_rows = any("lora_" not in name for name in weights)
-        model.save_pretrained(aside, state_dict=weights, save_embedding_layers=has_rows)
-        (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
-    else:
-        model.config.use_cache = True
-        model.config.dtype = dtype
-        model.save_pretrained(aside, state_dict=weights)
-    tokenizer.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it was asked
-    aside.rename(folder)
+                # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
+                model = peft.get_peft_model(pipeline.outline(model.config), model.peft_config["default"])
+            model.peft_config["default"].base_model_name_or_path = source
+            # "auto" would ask the hub for the size of the base's vocabulary.
+            has_rows = any("lora_" not in name for name in weights)
+            model.save_pretrained(aside, state_dict=weights, save_embedding_layers=has_rows)
+            (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        else:
+            model.config.use_cache = True
+            model.config.dtype = dtype
+            model.save_pretrained(aside, state_dict=weights)
+        tokenizer.save_pretrained(aside)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it was asked
 
 
 def architecture(source: str, model: Model) -> Any:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
-from gearbox import checkpoint, command, tensors
+from gearbox import checkpoint, command, storage, tensors
 from gearbox.config import RESUME, Recipe, UserError
 from gearbox.progress import Progress
 from gearbox.redact import redacted
@@ -86,7 +85,7 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
 
     `processes` is `backend`, or what speaks like it for the ranks.
     """
-    mine: list[FileLock] = []
+    mine: list[storage.Lock] = []
 
     def choose() -> tuple[str, bool]:
         try:
@@ -108,7 +107,10 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
         here = recipe.run.resume in RESUME or checkpoint.steps(run.checkpoints)
         _find(run, run.checkpoints if here else Path(recipe.run.resume), recipe, processes, tell)
         if mine:
-            checkpoint.sweep(run.checkpoints)
+            if mine[0].problem:
+                tell(f"{run.folder}: cannot be locked ({mine[0].problem}): see that no other run has this run.name")
+            for folder in checkpoint.sweep(run.checkpoints):
+                tell(f"{folder} was never finished, and is removed")
             for leftover in (run.folder / "hang").glob("*.txt"):  # of ranks that were killed; others have a stack
                 if not leftover.stat().st_size:
                     leftover.unlink()
@@ -134,7 +136,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
-def _choose(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, FileLock]:
+def _choose(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, storage.Lock]:
     """The folder to run in, whether it is new, and its lock; `begun` is the one that a launcher wants gone on with."""
     parent, resume = Path(recipe.run.dir), recipe.run.resume
     parent.mkdir(parents=True, exist_ok=True)
@@ -210,17 +212,15 @@ def _claim(parent: Path, name: str) -> Path:
             return folder
 
 
-def _lock(folder: Path) -> FileLock:
+def _lock(folder: Path) -> storage.Lock:
     """Two runs in one folder would overwrite each other. The lock goes with the process that holds it."""
-    lock = FileLock(folder / "lock")
-    try:
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout:
+    lock = storage.Lock(folder / "lock", LOCK_SECONDS)
+    if lock.is_taken:
         owner = command.read_outcome(folder / "status.json")
         raise UserError(
             f"run.name: {folder} is in use by process {owner.get('pid')} on {owner.get('host')}; wait for it, or give "
             "this one a run.name"
-        ) from None
+        )
     return lock
 
 

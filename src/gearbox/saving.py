@@ -3,7 +3,7 @@
 Threads never communicate. At each boundary of a step one small all-reduce tells every rank whether somebody was asked
 to stop, still writes, or could not write:
 
-    staged -> every rank writes and syncs its shard -> all say so -> rank 0 commits by a rename, and prunes -> saved
+    staged -> every rank writes and syncs its shard -> all say so -> rank 0 commits, and prunes -> saved
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gearbox import checkpoint
+from gearbox import checkpoint, storage
 from gearbox.config import Save, UserError
 from gearbox.progress import Progress
+from gearbox.staging import Staging
 
 RETRY_STEPS = 10  # after a save that failed
 LAST_TRIES = 3  # where no later step can try again
@@ -39,6 +41,7 @@ class Saver:
         rank: int,
         run_id: str,
         saved_step: int,
+        renames: bool,
         agree: Callable[[list[int]], list[int]],
         gather: Callable[[Any], list[Any]],
         pieces: Callable[[], list[checkpoint.Piece]],
@@ -46,12 +49,12 @@ class Saver:
         tell: Callable[..., None],
         beat: Callable[[str], None],
     ) -> None:
-        self.folder, self.save, self.rank, self.run_id = folder, save, rank, run_id
+        self.folder, self.save, self.rank, self.run_id, self.renames = folder, save, rank, run_id, renames
         self.agree, self.gather, self.pieces, self.describe, self.tell = agree, gather, pieces, describe, tell
         self.beat = beat
         self.saved_step = saved_step
         """Of the newest checkpoint, 0 if there is none."""
-        self.staging = checkpoint.Staging()
+        self.staging = self._staging()
         self._retry_at: int | None = None
         self._step = 0  # of the save under way, 0 if there is none
         self._is_committing = False
@@ -59,6 +62,8 @@ class Saver:
         self._outcome: dict[str, Any] = {}
         self._started = self._stall = 0.0
         self._manifest: dict[str, Any] = {}
+        self._of_others: set[str] = set()
+        """Shards that other machines wrote: they may be seen here later."""
 
     def boundary(self, progress: Progress, num_steps: int, stop: bool) -> bool:
         """Between two steps: bring a save forward, begin one if it is due. True if the ranks are to stop here."""
@@ -93,27 +98,54 @@ class Saver:
         self._manifest = {"step": progress.step, "progress": progress.to_json()} | self.describe()
         if progress.evaluated == progress.step:
             self._manifest["eval_loss"] = progress.eval_loss
-        self.staging.fill(self.pieces())
+        pieces, full = self.pieces(), None
+        try:
+            self.staging.fill(pieces)
+        except OSError as error:  # of save.stage
+            full = OSError(error.errno, error.strerror, self.save.stage)
         self._started, self._stall = started, time.perf_counter() - started
-        self._work(self._write_shard)
+        self._work(lambda: self._write_shard(full))
+
+    def _staging(self) -> Staging:
+        """Raises UserError on all ranks where one cannot write to save.stage."""
+        staging, problem = Staging(), None
+        if self.save.stage is not None:
+            try:
+                staging = Staging(Path(self.save.stage))
+            except OSError as error:
+                problem = f"save.stage: {self.save.stage} cannot be written: {error.strerror}"
+            if problems := [found for found in self.gather(problem) if found]:
+                raise UserError(problems[0])
+        return staging
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder / f"step-{self._step}"
 
     @property
     def _aside(self) -> Path:
-        return self.folder / f"step-{self._step}.tmp-{self.run_id}"
+        return self._folder.with_name(f"{self._folder.name}.tmp-{self.run_id}") if self.renames else self._folder
 
-    def _write_shard(self) -> dict[str, Any]:
-        self._aside.mkdir(parents=True, exist_ok=True)
-        name = f"shard-{self.rank:05d}.safetensors"
-        return {"files": {name: self.staging.write(self._aside / name)}}
+    def _write_shard(self, full: OSError | None) -> dict[str, Any]:
+        if full is not None:
+            raise full
+        name = checkpoint.shard(self.rank, "" if self.renames else self.run_id)
+
+        def write() -> dict[str, Any]:
+            self._aside.mkdir(parents=True, exist_ok=True)
+            return self.staging.write(self._aside / name)
+
+        return {"files": {name: storage.patiently(write)}, "machine": socket.gethostname()}
 
     def _commit(self) -> dict[str, Any]:
         for name, facts in self._manifest["files"].items():
-            shard = self._aside / name
-            if not shard.is_file() or shard.stat().st_size != facts["bytes"]:
-                raise OSError(errno.ENOENT, "is not as it was written; do all machines share run.dir?", str(shard))
-        checkpoint.commit(self._aside, self.folder / f"step-{self._step}", self._manifest)
+            seconds = storage.SEEN_SECONDS if name in self._of_others else 0.0
+            if not storage.arrives(self._aside / name, facts["bytes"], seconds):
+                place = str(self._aside / name)
+                raise OSError(errno.ENOENT, "is not as it was written; do all machines share run.dir?", place)
+        storage.patiently(lambda: checkpoint.commit(self._aside, self._folder, self._manifest))
         with suppress(OSError):  # the next one tries again; the checkpoint stands
-            checkpoint.prune(self.folder, self.save.keep)
+            checkpoint.prune(self.folder, self.save.keep, self.renames)
         return {}
 
     def _advance(self) -> None:
@@ -127,6 +159,8 @@ class Saver:
             self._give_up(problems)
         elif not self._is_committing:
             self._manifest["files"] = {name: facts for found in outcomes for name, facts in found["files"].items()}
+            others = [found["files"] for found in outcomes if found["machine"] != socket.gethostname()]
+            self._of_others = {name for files in others for name in files}
             self._is_committing = True
             if self.rank == 0:
                 self._work(self._commit)
@@ -141,12 +175,15 @@ class Saver:
                 save_stall_seconds=round(self._stall, 4),
                 save_seconds=round(time.perf_counter() - self._started, 3),
             )
+            self.staging.clear()
             self._step = 0
 
     def _give_up(self, problems: dict[int, str]) -> None:
         """The last good checkpoint stays, training goes on, and a later step tries again."""
         if self.rank == 0:
-            shutil.rmtree(self._aside, ignore_errors=True)
+            with suppress(OSError):  # what stays is swept, or written again
+                checkpoint.discard(self._aside)
+        self.staging.clear()
         who = "" if len(problems) == 1 else f" (and {len(problems) - 1} more ranks)"
         rank, said = next(iter(problems.items()))
         self.tell(save_failed=self._step, save_error=f"rank {rank}{who}: {said}", last_saved=self.saved_step)
@@ -189,7 +226,8 @@ class Saver:
 
 def explain(error: Exception, folder: Path, need: int) -> str:
     """Why a shard could not be written, in one line."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if isinstance(error, OSError) and error.errno in storage.FULL:
+        folder = Path(error.filename or folder)
         return f"{folder}: {os.strerror(error.errno)}: {gib(need)} are needed, {gib(free_bytes(folder))} are free"
     if isinstance(error, OSError):
         return f"{error.filename or folder}: {error.strerror}"
@@ -206,8 +244,10 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def check_space(folder: Path, save: Save, size: int) -> str:
-    """What the checkpoints will take, for the log. Raises UserError where that much is not free, or nothing is written.
+def check_space(folder: Path, save: Save, size: int) -> tuple[str, bool]:
+    """What the checkpoints will take, for the log, and whether a rename commits them.
+
+    Raises UserError where that much is not free, or nothing can be written.
 
     Beside those kept (and the best), one more is written before the oldest goes.
     """
@@ -219,14 +259,12 @@ def check_space(folder: Path, save: Save, size: int) -> str:
             f"run.dir: {folder} has {gib(free)} free, but {num_kept} checkpoints of {gib(size)} (save.keep, the best, "
             f"and one being written) need {gib(need)} more; free some, or move run.dir"
         )
-    probe = folder / f"written.tmp-{os.getpid()}"
     try:
-        folder.mkdir(exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.rename(probe.with_suffix(".tmp-renamed"))
-        probe.with_suffix(".tmp-renamed").unlink()
+        reason = storage.why_no_rename(folder)
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}") from None
-    if not save.every:
-        return f"{gib(size)}, only when a signal ends the run; {gib(free)} free"
-    return f"{gib(size)} each, every {save.every:,} steps, {save.keep} and the best kept; {gib(free)} free"
+    said = f"{gib(size)}, only when a signal ends the run"
+    if save.every:
+        said = f"{gib(size)} each, every {save.every:,} steps, {save.keep} and the best kept"
+    said += f"; {gib(free)} free" + (f"; complete with their manifest: {reason}" if reason else "")
+    return said, not reason
