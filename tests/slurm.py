@@ -50,10 +50,10 @@ class Slurm:
             argv, cwd=cwd, env=self.environment | variables, text=True, capture_output=True, check=False, timeout=500
         )
 
-    def submit(self, *argv: str, cwd: Path, **variables: str) -> str:
-        """sbatch; returns the job's id."""
+    def submit(self, *argv: str, cwd: Path, fails: bool = False, **variables: str) -> str:
+        """sbatch; returns the job's id. With --wait a job that fails must be told so."""
         given = self.run("sbatch", "--parsable", *argv, cwd=cwd, **variables)
-        assert given.returncode == 0, given.stderr
+        assert (given.returncode == 0) != fails, given.stderr
         return given.stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def runs_small(chats: Path, **changes: str) -> list[str]:
+def small(chats: Path, **changes: str) -> list[str]:
     """The overrides of a run that fits a test: two keys with two underscores for a dot change them."""
     given = {
         "run.rehearse": "true", "data.path": str(chats), "batch.rows": "6", "batch.row_tokens": "128",
@@ -90,6 +90,11 @@ def runs_small(chats: Path, **changes: str) -> list[str]:
         "eval.samples": "0", "save.every": "0",
     } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
     return [f"{key}={value}" for key, value in given.items()]
+
+
+def log(clone: Path, job: str) -> str:
+    path = clone / f"slurm-{job}.out"
+    return path.read_text() if path.exists() else ""
 
 
 def losses(run: Path) -> list[float]:
