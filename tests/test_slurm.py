@@ -116,7 +116,8 @@ def test_each_signal_saves_and_requeues_and_a_cancelled_job_stays_away(slurm, cl
     assert outcome(slurm, no_requeue) == ("FAILED", "85", "0")
     for number in (*jobs.values(), preempted, requeued):
         assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
-        assert slurms.log(clone, number).count("restart 1 on 2 at node1:") == 2
+        said = slurms.log(clone, number)
+        assert (said.count("restart 0 on 2 at node1:"), said.count("restart 1 on 2 at node1:")) == (2, 2)
 
 
 def test_the_warning_comes_before_the_time_limit(slurm, clone, job):
