@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
 
-.PHONY: help setup train test lint bench faults matrix cells commands format schema smollm2 image clean
+.PHONY: help setup train test lint bench faults matrix cells commands slurm-test format schema smollm2 image clean
 
 help:  ## this list
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP)  ## .venv with the pinned versions of constraints.txt
 
@@ -39,6 +39,9 @@ matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md
 
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
 	$(BIN)/pytest tests/cells.py
+
+slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; half an hour
+	$(BIN)/pytest tests/test_slurm.py tests/cluster_slurm.py
 
 commands: $(STAMP)  ## every command of README and docs, as a user runs it
 	$(BIN)/pytest tests/commands.py
