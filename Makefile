@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test lint bench faults matrix cells commands format schema smollm2 image clean
+.PHONY: help setup train test lint bench faults matrix cells commands format schema smollm2 lock image image-test clean
 
 help:  ## this list
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP)  ## .venv with the pinned versions of constraints.txt
 
@@ -26,10 +27,12 @@ train: $(STAMP)  ## the default recipe under GEAR=fsdp
 test: $(STAMP)  ## all tests, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	find .ci/run docker $(wildcard cluster) -name run -o -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck
 
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/faults/battery.py
@@ -59,8 +62,20 @@ schema: $(STAMP)  ## recipes/schema.json, by which editors complete and underlin
 smollm2: $(STAMP)  ## models/smollm2-135m, a real model of 135M weights
 	$(BIN)/python src/fetch_smollm2.py
 
-image:  ## the Docker image
-	docker build -t gearbox .
+# What the image installs: the versions of constraints.txt, each file by its hash. Torch's CPU build is on a page of its own.
+TORCH_CPU := https://download.pytorch.org/whl/cpu/torch/
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --constraint constraints.txt --generate-hashes \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make lock'
+
+lock: $(STAMP)  ## requirements/*.lock from pyproject.toml and constraints.txt
+	$(COMPILE) --output-file requirements/cuda.lock
+	$(COMPILE) --output-file requirements/cpu.lock --find-links $(TORCH_CPU) --emit-find-links
+
+image:  ## the Docker image: LOCK=cuda or cpu
+	docker build --build-arg LOCK=$(or $(LOCK),cuda) --tag gearbox:$(VERSION) .
+
+image-test: $(STAMP)  ## the image built for real, and run: ten minutes as root with buildah and debootstrap
+	$(BIN)/pytest tests/image.py
 
 clean:  ## remove .venv and caches; runs/ and models/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache
