@@ -27,6 +27,7 @@ TOOLS = ["buildah", "debootstrap", "unshare", "ip"]
 pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="chroot and mounts need root"),
+    pytest.mark.skipif("overlay" not in Path("/proc/filesystems").read_text(), reason="the kernel has no overlayfs"),
     pytest.mark.skipif(missing := [tool for tool in TOOLS if not shutil.which(tool)], reason=f"not here: {missing}"),
 ]
 SMALL = "schedule.warmup_steps=1 batch.rows=4 batch.row_tokens=64 eval.every=0 eval.samples=0".split()
@@ -52,7 +53,7 @@ exec chroot --userspec="$user" "$root" env -i "$@"
 
 
 def buildah(storage: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
-    storing = ["--storage-driver", "vfs", "--root", str(storage / "root"), "--runroot", str(storage / "run")]
+    storing = ["--storage-driver", "overlay", "--root", str(storage / "root"), "--runroot", str(storage / "run")]
     return subprocess.run(["buildah", *storing, *arguments], text=True, capture_output=True, check=False, **options)
 
 
@@ -109,12 +110,13 @@ def storage(planted):
     try:
         container = done(buildah(folder, "from", "scratch"))
         done(buildah(folder, "add", container, str(debian()), "/"))
+        done(buildah(folder, "config", "--env", "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container))
         done(buildah(folder, "commit", "--rm", container, "localhost/debian:bookworm"))
         tree, secret = planted
         configuration, folders = pip_configuration(secret)
         (folder / "pip.conf").write_text(configuration)
         done(buildah(
-            folder, "bud", "--isolation", "chroot", "--network", "host", "--format", "docker",
+            folder, "bud", "--isolation", "chroot", "--network", "host", "--format", "docker", "--layers",
             "--build-arg", "BASE=localhost/debian:bookworm", "--build-arg", "LOCK=cpu",
             "--secret", f"id=pip.conf,src={folder / 'pip.conf'}",
             *(f"--volume={path}:{path}:ro" for path in folders),
@@ -122,6 +124,8 @@ def storage(planted):
         ))  # fmt: skip
         yield folder
     finally:
+        done(buildah(folder, "rm", "--all"))
+        subprocess.run(["umount", "--recursive", folder / "root/overlay"], check=False)
         shutil.rmtree(folder)
 
 
@@ -132,11 +136,10 @@ def configuration(storage) -> dict:
 
 
 @pytest.fixture(scope="module")
-def root(storage):
+def root(storage) -> Path:
     """The image's files."""
     container = done(buildah(storage, "from", "localhost/gearbox:test"))
-    yield done(buildah(storage, "mount", container))
-    done(buildah(storage, "rm", container))
+    return Path(done(buildah(storage, "mount", container)))
 
 
 @pytest.fixture
@@ -150,7 +153,7 @@ def start(root, configuration, tmp_path):
             os.chown(tmp_path / volume, *map(int, user.split(":")))
         namespaces = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child"]
         own = ["-C", configuration["WorkingDir"], *configuration["Env"], *(configuration["Entrypoint"] * entrypoint)]
-        command = [*namespaces, "sh", "-c", CONTAINER, "sh", root, str(tmp_path), user, *own, *arguments]
+        command = [*namespaces, "sh", "-c", CONTAINER, "sh", str(root), str(tmp_path), user, *own, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options
         started.append(subprocess.Popen(command, text=True, **pipes))
         return started[-1]
@@ -175,11 +178,12 @@ def test_what_the_image_says_of_itself(configuration):
 
 
 def test_no_secret_in_a_layer(storage, planted, tmp_path):
-    """Every file that is pushed, and the configuration with its history."""
+    """Every file of every layer, also of those that a later one hides, and the configuration with its history."""
     done(buildah(storage, "push", "--disable-compression", "localhost/gearbox:test", f"oci:{tmp_path / 'oci'}"))
     secret = planted[1].encode()
     blobs = list((tmp_path / "oci/blobs/sha256").iterdir())
     layers = [path for path in blobs if tarfile.is_tarfile(path)]
+    assert len(layers) > 5
     names = set()
     for layer in layers:
         with tarfile.open(layer) as files:

@@ -1,5 +1,6 @@
 """What of the image needs no build: its locks, .dockerignore, compose.yaml, the release. (image.py builds it.)"""
 
+import os
 import re
 import secrets
 import shutil
@@ -119,7 +120,11 @@ def test_compose_says_what_the_image_is():
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose here")
 def test_compose_is_understood(tmp_path):
     outcome = subprocess.run(
-        ["docker-compose", "--file", str(ROOT / "compose.yaml"), "config"], text=True, capture_output=True, check=False
+        ["docker-compose", "--file", str(ROOT / "compose.yaml"), "config"],
+        text=True,
+        capture_output=True,
+        check=False,
+        env=os.environ | {"UID": "10001", "GID": "10001"},
     )
     assert outcome.returncode == 0, outcome.stderr
     service = yaml.safe_load(outcome.stdout)["services"]["train"]
