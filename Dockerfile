@@ -22,10 +22,10 @@ RUN apt-get update \
 # Every file is known by its hash. DeepSpeed comes as source alone: it is built by the lock's own setuptools, not by
 # one that pip fetches. The secret is a pip.conf of yours, for an index of yours; no layer keeps it.
 COPY requirements/${LOCK}.lock /gearbox/requirements/
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=tmpfs,target=/tmp \
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=tmpfs,target=/mnt \
     python3 -m venv /opt/venv \
-    && sed -n '/^setuptools==/,/[^\\]$/p' "/gearbox/requirements/${LOCK}.lock" >/tmp/setuptools.lock \
-    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --requirement /tmp/setuptools.lock \
+    && sed -n '/^setuptools==/,/[^\\]$/p' "/gearbox/requirements/${LOCK}.lock" >/mnt/setuptools.lock \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --requirement /mnt/setuptools.lock \
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes --no-build-isolation --use-pep517 \
         --requirement "/gearbox/requirements/${LOCK}.lock"
 
@@ -47,10 +47,10 @@ RUN python -m compileall -q src
 USER 10001:10001
 
 # The build fails unless the versions are the lock's, everything imports, and a recipe trains: as the user, offline.
-RUN --mount=type=tmpfs,target=/tmp --mount=type=tmpfs,target=/cache \
-    python docker/verify.py "requirements/${LOCK}.lock" \
-    && HF_HUB_OFFLINE=1 python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup_steps=1 eval.every=0 \
-        run.dir=/tmp/runs
+RUN --mount=type=tmpfs,target=/mnt \
+    export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt HF_HUB_OFFLINE=1 \
+    && python docker/verify.py "requirements/${LOCK}.lock" \
+    && python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup_steps=1 eval.every=0 run.dir=/mnt/runs
 
 VOLUME ["/cache", "/data", "/gearbox/runs"]
 HEALTHCHECK --interval=5m --timeout=1m --start-period=2m CMD ["python", "/gearbox/src/doctor.py", "--machine"]

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -177,23 +176,21 @@ def test_what_the_image_says_of_itself(configuration):
     assert configuration["Healthcheck"]["Test"] == ["CMD", "python", "/gearbox/src/doctor.py", "--machine"]
 
 
-def test_no_secret_in_a_layer(storage, planted, tmp_path):
-    """Every file of every layer, also of those that a later one hides, and the configuration with its history."""
-    done(buildah(storage, "push", "--disable-compression", "localhost/gearbox:test", f"oci:{tmp_path / 'oci'}"))
-    secret = planted[1].encode()
-    blobs = list((tmp_path / "oci/blobs/sha256").iterdir())
-    layers = [path for path in blobs if tarfile.is_tarfile(path)]
+def test_no_secret_in_a_layer(storage, planted, root):
+    """Every file of every layer, also of those that a later one hides; and the configuration with its history."""
+    layers = sorted(storage.glob("root/overlay/*/diff"))
     assert len(layers) > 5
-    names = set()
-    for layer in layers:
-        with tarfile.open(layer) as files:
-            names |= {name.removeprefix("./") for name in files.getnames()}
+    names = {str(path.relative_to(layer)) for layer in layers for path in layer.rglob("*")}
     assert {"gearbox/src/train.py", "gearbox/recipes/tiny/tokenizer.json"} <= names
     assert not {name for name in names if name.startswith(("gearbox/tests", "gearbox/.git", "gearbox/docs"))}
-    for blob in blobs:
-        found = subprocess.run(["grep", "--quiet", "--text", "--fixed-strings", secret, blob], check=False)
-        assert found.returncode == 1, f"the secret is in {blob.name}"
-    shutil.rmtree(tmp_path / "oci")
+
+    def holding(word: str) -> str:
+        search = ["grep", "--recursive", "--files-with-matches", "--text", "--fixed-strings", word]
+        places = [*layers, storage / "root/overlay-images"]
+        return subprocess.run([*search, *places], text=True, capture_output=True, check=False).stdout
+
+    assert holding("A small Llama learns to reverse").count("recipes/tiny.yaml")
+    assert holding(planted[1]) == ""
 
 
 def test_no_run_or_cache_of_the_build_is_left(root):
