@@ -38,6 +38,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     USER=gearbox \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
+    CUDA_CACHE_PATH=/cache/cuda \
     TRITON_CACHE_DIR=/cache/triton \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     TORCH_EXTENSIONS_DIR=/cache/torch_extensions
