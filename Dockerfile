@@ -1,23 +1,59 @@
-# docker build -t gearbox .            CUDA machines: pip's torch wheel brings its own CUDA libraries
-# mkdir -p runs    # yours: --user writes there as you; the image's own user could not
-# docker run --gpus all --shm-size 8g --user "$(id -u):$(id -g)" -e HOME=/tmp -v "$PWD/runs:/gearbox/runs" gearbox \
-#   accelerate launch --config_file accelerate_configs/fsdp.yaml src/train.py
+# docs/image.md tells how it is built, run and checked.
+# The base holds Python alone, with its headers: pip's torch wheel brings CUDA's libraries. A release adds the base's digest.
 ARG BASE=python:3.11.13-slim-bookworm
 FROM ${BASE}
+# The file of requirements/ that is installed: cuda or cpu.
+ARG LOCK=cuda
 
-# gcc and the Python headers: Triton and DeepSpeed compile small kernels at run time.
+LABEL org.opencontainers.image.title="Gearbox" \
+      org.opencontainers.image.description="One training script for language models; an Accelerate config chooses the engine" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# gcc: Triton compiles at run time. tini: as PID 1 it hands signals on and reaps what dead ranks leave behind.
+# No version numbers: Debian's mirrors keep the newest of a release only, and the base's digest names the release.
+# hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc g++ libc6-dev make git \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log \
+    && groupadd --gid 10001 gearbox \
+    && useradd --uid 10001 --gid 10001 --create-home gearbox \
+    && install --directory --mode 1777 /cache /data /gearbox/runs
 
-RUN useradd --create-home --uid 10001 gearbox && mkdir /gearbox && chown gearbox /gearbox
-USER gearbox
+# Every file is known by its hash. DeepSpeed comes as source alone: it is built by the lock's own setuptools, not by
+# one that pip fetches. The secret is a pip.conf of yours, for an index of yours; no layer keeps it.
+COPY requirements/${LOCK}.lock /gearbox/requirements/
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=tmpfs,target=/mnt \
+    python3 -m venv /opt/venv \
+    && sed -n '/^setuptools==/,/[^\\]$/p' "/gearbox/requirements/${LOCK}.lock" >/mnt/setuptools.lock \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --requirement /mnt/setuptools.lock \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes --no-build-isolation --use-pep517 \
+        --requirement "/gearbox/requirements/${LOCK}.lock"
+
+# What is written goes to /cache, /gearbox/runs and /tmp, so that the root may be read-only and the user anyone:
+# USER is what Python calls a uid without a name.
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/home/gearbox \
+    USER=gearbox \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface \
+    CUDA_CACHE_PATH=/cache/cuda \
+    TRITON_CACHE_DIR=/cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    TORCH_EXTENSIONS_DIR=/cache/torch_extensions
 WORKDIR /gearbox
+COPY . .
+RUN python -m compileall -q src
+USER 10001:10001
 
-# Dependencies first: they change less often than the code, and stay in their own layer.
-COPY --chown=gearbox Makefile pyproject.toml constraints.txt README.md ./
-RUN mkdir -p src/gearbox && touch src/gearbox/__init__.py && make setup && rm -rf ~/.cache/pip
+# The build fails unless the versions are the lock's, everything imports, and a recipe trains: as the user, offline.
+RUN --mount=type=tmpfs,target=/mnt \
+    export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt HF_HUB_OFFLINE=1 \
+    && python docker/verify.py "requirements/${LOCK}.lock" \
+    && python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup_steps=1 eval.every=0 run.dir=/mnt/runs
 
-COPY --chown=gearbox . .
-ENV PATH=/gearbox/.venv/bin:$PATH PYTHONUNBUFFERED=1
-CMD ["accelerate", "launch", "--config_file", "accelerate_configs/fsdp.yaml", "src/train.py"]
+VOLUME ["/cache", "/data", "/gearbox/runs"]
+HEALTHCHECK --interval=5m --timeout=1m --start-period=2m CMD ["python", "/gearbox/src/doctor.py", "--machine"]
+ENTRYPOINT ["tini", "--", "/gearbox/docker/entrypoint.sh"]
+CMD ["src/launch.py", "fsdp"]

@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
+PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test lint bench faults matrix cells commands slurm-test format schema smollm2 image clean
+.PHONY: help setup packages train test lint faults matrix cells commands cluster slurm-test image image-test bench format \
+	schema smollm2 lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -20,16 +23,22 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+packages:  ## Debian packages with which more tests run: hosts, Slurm, images, disk operations; as root
+	apt-get update -qq
+	apt-get install -y -qq --no-install-recommends $(PACKAGES)
+
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
 test: $(STAMP)  ## all tests, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	find .ci/run docker $(wildcard cluster) -name run -o -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck
 
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/faults/battery.py
@@ -39,6 +48,9 @@ matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md
 
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
 	$(BIN)/pytest tests/cells.py
+
+cluster: $(STAMP)  ## two hosts train together and lose each other, as root; a quarter of an hour
+	$(BIN)/pytest tests/cluster.py
 
 slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; half an hour
 	$(BIN)/pytest tests/test_slurm.py tests/cluster_slurm.py
@@ -62,8 +74,20 @@ schema: $(STAMP)  ## recipes/schema.json, by which editors complete and underlin
 smollm2: $(STAMP)  ## models/smollm2-135m, a real model of 135M weights
 	$(BIN)/python src/fetch_smollm2.py
 
-image:  ## the Docker image
-	docker build -t gearbox .
+# What the image installs: the versions of constraints.txt, each file by its hash. Torch's CPU build is on a page of its own.
+TORCH_CPU := https://download.pytorch.org/whl/cpu/torch/
+COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --constraint constraints.txt --generate-hashes \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --custom-compile-command 'make lock'
+
+lock: $(STAMP)  ## requirements/*.lock from pyproject.toml and constraints.txt
+	$(COMPILE) --output-file requirements/cuda.lock
+	$(COMPILE) --output-file requirements/cpu.lock --find-links $(TORCH_CPU) --emit-find-links
+
+image:  ## the Docker image: LOCK=cuda or cpu
+	docker build --build-arg LOCK=$(or $(LOCK),cuda) --tag gearbox:$(VERSION) .
+
+image-test: $(STAMP)  ## the image built for real, and run: ten minutes as root with buildah and debootstrap
+	$(BIN)/pytest tests/image.py
 
 clean:  ## remove .venv and caches; runs/ and models/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -23,10 +23,8 @@ COMMANDS = [
 SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup_steps=1 eval.every=0 eval.sample_tokens=2"
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory, chats) -> Path:
-    """The files that a clone would have, and chats.jsonl, where the documents' commands may write."""
-    folder = tmp_path_factory.mktemp("clone") / "gearbox"
+def copy_of_the_tree(folder: Path) -> Path:
+    """The files that a clone would have, and those not yet committed."""
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, text=True, capture_output=True, check=True,
@@ -35,13 +33,33 @@ def clone(tmp_path_factory, chats) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, chats) -> Path:
+    """A copy of the tree, with chats.jsonl, where the documents' commands may write."""
+    folder = copy_of_the_tree(tmp_path_factory.mktemp("clone") / "gearbox")
     shutil.copy(chats, folder / "chats.jsonl")
     return folder
+
+
+def check_flags(line: str, folder: Path) -> None:
+    """Docker's own client reads a line's flags before it looks for an engine, and there is none."""
+    line = line.replace("docker compose ", "docker-compose ", 1)  # Debian's name for it
+    if not shutil.which(line.split()[0]):
+        pytest.skip(f"no {line.split()[0]} here")
+    environment = os.environ | {"DOCKER_HOST": "unix:///nowhere"}
+    outcome = subprocess.run(line, shell=True, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+    assert "connect" in outcome.stderr and "unknown" not in outcome.stderr, f"{line}\n{outcome.stderr}"
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command(clone, line):
     """In order, in one copy, with the runs cut to two steps; make's targets are resolved, not run from a test."""
+    if line.startswith("docker "):
+        check_flags(line, clone)
+        return
     if line.startswith("make "):
         line = line.replace("make ", "make --dry-run ")
     if "src/train.py" in line or "src/launch.py" in line:
