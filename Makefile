@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 packages:  ## Debian packages with which more tests run: hosts, Slurm, images, disk operations; as root
 	apt-get update -qq
-	apt-get install -y -qq --no-install-recommends $(PACKAGES)
+	apt-get install -y -qq $(PACKAGES)
 
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py

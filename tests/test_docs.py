@@ -21,10 +21,10 @@ def test_paths_keys_and_targets_exist(document):
     words = re.findall(rf"(?:{tops})/[\w./-]*|\b[A-Z]\w+\.md\b", document.read_text())
     missing = [word for word in words if not (ROOT / word.rstrip(".")).exists() and word.rstrip(".") not in made_by_use]
     assert missing == []
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"`make (\w+)", document.read_text())) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([\w-]+)", document.read_text())) <= targets
     groups = {key.split(".")[0] for key in recipe_keys()}
-    files = {".yaml", ".json", ".jsonl", ".py"}
+    files = {".yaml", ".json", ".jsonl", ".py", ".sbatch"}
     for key in re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", document.read_text()):
         assert key in recipe_keys() or f".{key.split('.')[1]}" in files, key
 
