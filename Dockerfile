@@ -49,7 +49,7 @@ USER 10001:10001
 
 # The build fails unless the versions are the lock's, everything imports, and a recipe trains: as the user, offline.
 RUN --mount=type=tmpfs,target=/mnt \
-    export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt HF_HUB_OFFLINE=1 \
+    export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt TORCHINDUCTOR_CACHE_DIR=/mnt HF_HUB_OFFLINE=1 \
     && python docker/verify.py "requirements/${LOCK}.lock" \
     && python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup_steps=1 eval.every=0 run.dir=/mnt/runs
 

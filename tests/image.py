@@ -34,6 +34,7 @@ SMALL = "schedule.warmup_steps=1 batch.rows=4 batch.row_tokens=64 eval.every=0 e
 CONTAINER = """
 set -eu
 mount --make-rprivate /
+echo "127.0.0.1 localhost" >"$1/etc/hosts"
 mount --bind "$1" "$1"
 mount -o remount,bind,ro "$1"
 mount -t proc proc "$1/proc"
@@ -209,7 +210,7 @@ def test_its_size_is_the_documents(root):
 
 def test_a_path_is_run_by_python_on_a_read_only_root(start, tmp_path):
     said = ended(start("src/train.py", "recipes/tiny.yaml", "train.steps=3", *SMALL))
-    assert json.loads((tmp_path / "runs/tiny-single/status.json").read_text())["status"] == "done", said
+    assert json.loads((tmp_path / "runs/tiny-single/status.json").read_text())["outcome"] == "done", said
     assert (tmp_path / "runs/tiny-single/model/model.safetensors").stat().st_uid == 10001
     refused = start("sh", "-c", "touch /gearbox/x || touch /opt/venv/x || touch /home/gearbox/x")
     assert ended(refused, 1).count("Read-only file system") == 3
@@ -232,7 +233,7 @@ def test_sigterm_reaches_what_runs_and_it_saves(start, tmp_path):
     first = subprocess.check_output(["pgrep", "--parent", str(process.pid)], text=True)  # PID 1 of the namespace
     os.kill(int(first), signal.SIGTERM)
     assert "saved" in ended(process, 85)
-    assert json.loads((tmp_path / "runs/stopped/status.json").read_text())["status"] == "saved"
+    assert json.loads((tmp_path / "runs/stopped/status.json").read_text())["outcome"] == "saved"
 
 
 def test_no_zombie_stays(start):
