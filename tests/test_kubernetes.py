@@ -160,7 +160,7 @@ def test_what_is_written_has_a_volume(job):
     assert volumes == {}, "a volume that nothing mounts"
     dockerfile = (ROOT / "Dockerfile").read_text()
     workdir = re.search(r"^WORKDIR (\S+)$", dockerfile, re.M)[1]
-    assert set(re.findall(r"\bHF_HOME=(\S+)", dockerfile)) <= {"/cache/huggingface"}
+    assert re.search(r"^ENV .*?\bHF_HOME=(\S+)", dockerfile, re.M | re.S)[1] == "/cache/huggingface"
     claims = {claim["metadata"]["name"]: claim["spec"] for claim in render("setup/claims")}
     claimed = {path: volume.get("persistentVolumeClaim", {}).get("claimName") for path, volume in places.items()}
     assert set(claims) == set(filter(None, claimed.values()))

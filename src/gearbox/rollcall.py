@@ -42,7 +42,7 @@ class Roll:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.timeout, self.on_loss = timeout, on_loss
         self.hosts: dict[int, str] = {}
-        self._number, self._stage, self._began = 0, "start", time.monotonic()
+        self._number, self._beats, self._stage, self._began = 0, 0, "start", time.monotonic()
         self._waits_for_all = True
         self._siblings: dict[int, psutil.Process] = {}
         self._ending = threading.RLock()
@@ -136,7 +136,6 @@ class Roll:
             command.end_with_parent(signal.SIGTERM)  # each rank has a session of its own
 
     def _run(self) -> None:
-        beats = 0
         while True:
             ready, _, _ = select.select([self._wakeup], [], [], LOOK_SECONDS)
             for number in os.read(self._wakeup, 64) if ready else b"":
@@ -144,11 +143,10 @@ class Roll:
             with self._ending:
                 if not self._waits_for_all:
                     continue
-            beats += 1
             if dead := self._dead_here():
                 self._end(self._gone(dead))
             try:
-                self._own.set(f"beat/{self.rank}", f"{beats} {_doing()}")
+                self._beat()
                 if time.monotonic() - self._began > self.timeout:
                     self._end(self._late())
             except RuntimeError:  # of the store
@@ -179,10 +177,18 @@ class Roll:
             return [rank for rank in dead if not self._client().check([f"left/{rank}"])]
         return dead
 
+    def _beat(self) -> None:
+        self._beats += 1
+        self._own.set(f"beat/{self.rank}", f"{self._beats} {_doing()}")
+
     def _silent(self) -> list[int]:
         """Ranks whose thread says nothing any more: they are dead, stopped, or their machine is gone."""
         before = self._read("beat")
-        time.sleep(STILL_SECONDS)
+        deadline = time.monotonic() + STILL_SECONDS
+        while time.monotonic() < deadline:
+            if threading.current_thread() is not threading.main_thread():
+                self._beat()  # another rank's thread may be looking just now, for the same reason
+            time.sleep(LOOK_SECONDS)
         after = self._read("beat")
         return [rank for rank in range(self.size) if rank != self.rank and before[rank] == after[rank]]
 
