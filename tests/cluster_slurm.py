@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 import slurm as slurms
-from test_slurm import DDP, TRAIN, clone, outcome, slurm  # noqa: F401  fixtures
+from test_slurm import DDP, TRAIN, clone, environment, job, outcome, slurm  # noqa: F401  fixtures
 
 STEPS = 80
 LONG = {"train__steps": str(STEPS), "schedule__name": "constant", "save__every": "20"}
@@ -110,6 +110,18 @@ def test_an_interrupted_job_ends_as_one_that_was_not(slurm, clone, submit, undis
     assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
     assert "saving after this step" in slurms.log(clone, number)
     assert_equal(run, undisturbed)
+
+
+@pytest.mark.parametrize("signals", [signals_the_batch_script, "--signal=TERM --batch", preempts])
+def test_saving_may_take_longer_than_killed_jobs_have(slurm, clone, job, signals):  # noqa: F811
+    """With a launcher that trains nothing. srun would have its launchers killed, were it handed SIGTERM itself."""
+    number = job(SAVE="28")
+    if callable(signals):
+        signals(slurm, number)
+    else:
+        slurm.run("scancel", *signals.split(), number)
+    assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
+    assert "Killed" not in slurms.log(clone, number)
 
 
 def test_a_cancelled_job_has_saved_and_the_same_line_goes_on(slurm, clone, submit, undisturbed):  # noqa: F811

@@ -1,6 +1,7 @@
 """Two hosts on this machine: network namespaces on a bridge, each with a hostname of its own. Files are shared."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,9 +59,26 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def remove_leftovers() -> None:
+    """Hosts of test runs that were killed."""
+    known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    for pid in {match[1] for match in re.finditer(r"^gb(\d+)-\d\b", known, re.M)}:
+        if not Path("/proc", pid).exists():
+            for i in (1, 2):
+                _remove(Host(f"node{i}", "", f"gb{pid}-{i}", ""))
+            subprocess.run(["ip", "link", "del", f"gb{pid}"], capture_output=True, check=False)
+
+
+def _remove(host: Host) -> None:
+    host.kill()
+    subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+    shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
+
+
 @contextmanager
 def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
     """node1 and node2, or as named, which reach each other, and this machine as host 1 of their network."""
+    remove_leftovers()
     pid = os.getpid()
     network = f"10.{70 + pid // 250 % 50}.{pid % 250}"
     bridge = f"gb{pid}"
@@ -84,8 +102,6 @@ def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known]) + "\n")
         yield hosts[0], hosts[1]
     finally:
-        for host, folder in zip(hosts, folders, strict=True):
-            host.kill()
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
-            shutil.rmtree(folder, ignore_errors=True)
+        for host in hosts:
+            _remove(host)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)

@@ -77,8 +77,6 @@ def clone(folder: Path) -> Path:
     """The folder of a user, from which jobs are submitted: what of this repository a job needs."""
     for part in ("accelerate_configs", "cluster", "ds_configs", "recipes", "src"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    if not (folder / "src" / "doctor.py").exists():  # until it is there
-        (folder / "src" / "doctor.py").write_text("print('doctor: all is well')\n")
     return folder
 
 

@@ -52,8 +52,8 @@ def test_nodes_that_have_not_met_are_refused(slurm, clone, chats):
 # ------------------------------------------------------------------ the scripts, with a launcher that trains nothing
 
 LAUNCHER = """#!/usr/bin/env bash
-# Ends with CODE if there is one; else with 85 when it is asked to, and with 0 once its job has been requeued.
-trap 'exit 85' USR1 TERM
+# Ends with CODE if there is one; else with 85 when it is asked to, SAVE seconds later, and with 0 once requeued.
+trap 'sleep "${SAVE:-0}"; exit 85' USR1 TERM
 echo "restart ${SLURM_RESTART_COUNT:-0} on $PET_NNODES at $PET_MASTER_ADDR:$PET_MASTER_PORT of $PET_NPROC_PER_NODE: $*"
 [[ -z ${CODE-} ]] || exit "$CODE"
 ((${SLURM_RESTART_COUNT:-0})) && exit 0
