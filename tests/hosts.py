@@ -8,7 +8,11 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from string import ascii_lowercase
+
+PAIRS = count()
 
 
 def why_not() -> str | None:
@@ -62,11 +66,11 @@ def ip(*arguments: str) -> None:
 def remove_leftovers() -> None:
     """Hosts of test runs that were killed."""
     known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    for pid in {match[1] for match in re.finditer(r"^gb(\d+)-\d\b", known, re.M)}:
+    for bridge, pid in {match.groups() for match in re.finditer(r"^(gb(\d+)[a-z])-\d\b", known, re.M)}:
         if not Path("/proc", pid).exists():
             for i in (1, 2):
-                _remove(Host(f"node{i}", "", f"gb{pid}-{i}", ""))
-            subprocess.run(["ip", "link", "del", f"gb{pid}"], capture_output=True, check=False)
+                _remove(Host(f"node{i}", "", f"{bridge}-{i}", ""))
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
 def _remove(host: Host) -> None:
@@ -79,11 +83,11 @@ def _remove(host: Host) -> None:
 def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
     """node1 and node2, or as named, which reach each other, and this machine as host 1 of their network."""
     remove_leftovers()
-    pid = os.getpid()
-    network = f"10.{70 + pid // 250 % 50}.{pid % 250}"
-    bridge = f"gb{pid}"
+    pid, pair = os.getpid(), next(PAIRS)
+    network = f"10.{70 + (pid // 250 + pair) % 50}.{pid % 250}"
+    bridge = f"gb{pid}{ascii_lowercase[pair % 26]}"
     named = enumerate(names or ("node1", "node2"), start=1)
-    hosts = [Host(name, f"{network}.{10 + i}", f"gb{pid}-{i}", f"gb{pid}c{i}") for i, name in named]
+    hosts = [Host(name, f"{network}.{10 + i}", f"{bridge}-{i}", f"{bridge}{i}") for i, name in named]
     folders = [Path("/etc/netns") / host.namespace for host in hosts]
     try:
         ip("link", "add", bridge, "type", "bridge")
