@@ -65,12 +65,13 @@ def remove_leftovers() -> None:
     for pid in {match[1] for match in re.finditer(r"^gb(\d+)-\d\b", known, re.M)}:
         if not Path("/proc", pid).exists():
             for i in (1, 2):
-                _remove(Host(f"node{i}", "", f"gb{pid}-{i}", ""))
+                _remove(Host(f"node{i}", "", f"gb{pid}-{i}", f"gb{pid}c{i}"))
             subprocess.run(["ip", "link", "del", f"gb{pid}"], capture_output=True, check=False)
 
 
 def _remove(host: Host) -> None:
     host.kill()
+    subprocess.run(["ip", "link", "del", host.cable], capture_output=True, check=False)  # a closed socket may hold it
     subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
     shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
 
