@@ -69,12 +69,13 @@ def remove_leftovers() -> None:
     for bridge, pid in {match.groups() for match in re.finditer(r"^(gb(\d+)[a-z])-\d\b", known, re.M)}:
         if not Path("/proc", pid).exists():
             for i in (1, 2):
-                _remove(Host(f"node{i}", "", f"{bridge}-{i}", ""))
+                _remove(Host(f"node{i}", "", f"{bridge}-{i}", f"{bridge}{i}"))
             subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
 def _remove(host: Host) -> None:
     host.kill()
+    subprocess.run(["ip", "link", "del", host.cable], capture_output=True, check=False)  # a closed socket may hold it
     subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
     shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
 
