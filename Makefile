@@ -52,7 +52,7 @@ cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal,
 cluster: $(STAMP)  ## two hosts train together and lose each other, as root; a quarter of an hour
 	$(BIN)/pytest tests/cluster.py
 
-slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; half an hour
+slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; three quarters of an hour
 	$(BIN)/pytest tests/test_slurm.py tests/cluster_slurm.py
 
 commands: $(STAMP)  ## every command of README and docs, as a user runs it
