@@ -165,7 +165,7 @@ def start(root, configuration, tmp_path):
 
 
 def ended(process: subprocess.Popen, code: int = 0) -> str:
-    said = process.communicate(timeout=600)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == code, said
     return said
 
