@@ -67,12 +67,11 @@ def debian() -> Path:
     if not DEBIAN.exists():
         asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Release: bookworm"]
         targets = subprocess.run(asked, text=True, capture_output=True, check=True).stdout.split()
-        mirror = targets[0] if targets else "http://deb.debian.org/debian"
         partial = DEBIAN.with_name(f"{DEBIAN.name}.{os.getpid()}")
         folder = partial.with_suffix(".folder")
         python = "--include=python3,python3-venv,python3-dev"
         done(subprocess.run(
-            ["debootstrap", "--variant=minbase", python, "bookworm", str(folder), mirror],
+            ["debootstrap", "--variant=minbase", python, "bookworm", str(folder), *targets[:1]],
             text=True, capture_output=True, check=False,
         ))  # fmt: skip
         done(subprocess.run(["tar", "-C", str(folder), "-cf", str(partial), "."], text=True, capture_output=True))
@@ -165,7 +164,7 @@ def start(root, configuration, tmp_path):
 
 
 def ended(process: subprocess.Popen, code: int = 0) -> str:
-    said = process.communicate(timeout=600)[0]
+    said = process.communicate(timeout=240)[0]
     assert process.returncode == code, said
     return said
 
