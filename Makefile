@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
-PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap
+PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: help setup packages train test lint faults matrix cells commands cluster slurm-test image image-test bench format \

@@ -250,7 +250,6 @@ def test_the_disk_gear_is_refused(start):
     assert "libaio" in said and "zero3_offload" in said
 
 
-@pytest.mark.skipif(not (ROOT / "src/doctor.py").exists(), reason="src/doctor.py is not there yet")
 def test_the_health_check(start, configuration):
     ended(start(*configuration["Healthcheck"]["Test"][1:], entrypoint=False))
 
