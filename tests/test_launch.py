@@ -101,7 +101,7 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(shell, tmp_path, gear):
         ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
         ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
         ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),
-        ("launch.py", "usage: python src/launch.py GEAR [RECIPE]"),
+        ("launch.py", "usage: python src/launch.py GEAR [--doctor] [RECIPE]"),
         ("launch.py ddp --num_processes 3", "write the launcher's flags as --num_processes=VALUE"),
         ("launch.py zero2 optim.max_grad_norm=x", "optim.max_grad_norm: input should be a valid number"),
         ("ask.py /nowhere hello", "/nowhere: holds no model"),
