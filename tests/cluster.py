@@ -69,11 +69,11 @@ class Job:
             self.processes[rank:] = [process] if only is None else [process, *self.processes[rank + 1 :]]
         return self
 
-    def launch(self, gear: str, ranks_each: int, only: int | None = None) -> "Job":
-        """src/launch.py on each, which takes its place from the environment."""
+    def launch(self, gear: str, ranks_each: int, only: int | None = None, wrap=lambda rank: []) -> "Job":
+        """src/launch.py on each, which takes its place from the environment; wrap(rank) comes before its command."""
         place = {"PET_NNODES": "2", "PET_MASTER_ADDR": self.hosts[0].address, "PET_MASTER_PORT": "29511"}
         return self.start(
-            lambda rank: [sys.executable, "-c", LAUNCH, gear, *self.recipe],
+            lambda rank: [*wrap(rank), sys.executable, "-c", LAUNCH, gear, *self.recipe],
             lambda rank: place | {"PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": str(ranks_each)},
             only,
         )
@@ -181,6 +181,16 @@ def test_two_hosts_train_as_one(tmp_path, chats, hosts, on_one_host, way, gear, 
     last = 2 * ranks_each - 1
     here, there = ("rank 0", "rank 1") if ranks_each == 1 else ("rank 0-1", f"rank 2-{last}")
     assert f"{here}  node1  cpu\n{there}  node2  cpu\n" in log
+
+
+def test_a_machine_with_another_disk_is_refused(tmp_path, chats, hosts):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {runs} && exec "$@"', "sh"]
+    job = Job(tmp_path, chats, hosts).launch("ddp", 1, wrap=lambda rank: hidden if rank == 1 else [])
+    assert job.codes() == [2, 2], job.said()
+    said = f"gearbox: run.dir: rank 1 cannot see {runs}/job; all machines need the same run.dir\n"
+    assert said in job.log(0).read_text() and not any(runs.iterdir())
 
 
 @manifests.needs_kubectl

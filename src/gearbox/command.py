@@ -131,8 +131,9 @@ def lives(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
 
 
 def _refuse(text: str) -> NoReturn:
-    if int(os.environ.get("RANK", "0")) > 0:
+    if int(os.environ.get("LOCAL_RANK" if OUTCOME_FILE in os.environ else "RANK", "0")) > 0:
         # Rank 0 has the same to say, and then the launcher ends this rank. If it does not, the mistake is ours alone.
+        # Where src/launch.py listens, one on each machine, the first rank of each speaks to it.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     launcher = launcher_process()
     if OUTCOME_FILE in os.environ:
