@@ -49,7 +49,7 @@ matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
 	$(BIN)/pytest tests/cells.py
 
-cluster: $(STAMP)  ## two hosts train together and lose each other, as root; a quarter of an hour
+cluster: $(STAMP)  ## two hosts train together and lose each other, as root; twenty minutes
 	$(BIN)/pytest tests/cluster.py
 
 slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; three quarters of an hour
