@@ -57,6 +57,7 @@ SIDEWAYS = {
     **{
         (part, "findings"): "what it saw is told as a finding" for part in ("collectives", "gpus", "machine", "network")
     },
+    ("machine", "storage"): "whether machines see one folder",
     ("machine", "gpus"): "a machine has GPUs",
     ("machine", "network"): "and a place in the network",
     ("machine", "gear"): "what a gear lets DeepSpeed compile there",

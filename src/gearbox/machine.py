@@ -22,6 +22,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from gearbox import storage
 from gearbox.config import ROOT
 from gearbox.findings import Finding, in_bytes
 from gearbox.gear import Gear
@@ -234,12 +235,7 @@ def leave_mark(runs: Path, name: str) -> Path | None:
 
 def sees_mark(runs: Path, name: str) -> bool:
     place = runs if runs.is_dir() else runs.absolute().parent
-    deadline = time.monotonic() + SHARED_SECONDS
-    while not (place / name).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    return storage.appears(place / name, SHARED_SECONDS)
 
 
 # ----------------------------------------------------------------------- what is compiled at run time

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -99,7 +98,11 @@ def claimed(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[s
     name, is_new = processes.first_decides(choose)
     run = Run(Path(name), Progress())
     try:
-        blind = [str(rank) for rank, sees in enumerate(processes.gather(_appears(run.folder))) if not sees]
+        blind = [
+            str(rank)
+            for rank, sees in enumerate(processes.gather(storage.appears(run.folder, APPEARS_SECONDS)))
+            if not sees
+        ]
         if blind:
             raise UserError(
                 f"run.dir: rank {', '.join(blind)} cannot see {run.folder}; all machines need the same run.dir"
@@ -161,16 +164,6 @@ def _choose(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, s
             lock.release()
     folder = _claim(parent, name)
     return folder, True, _lock(folder)
-
-
-def _appears(folder: Path) -> bool:
-    """Whether this machine sees a folder that another one may have made just now."""
-    deadline = time.monotonic() + APPEARS_SECONDS
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-    return True
 
 
 def _series(parent: Path, name: str) -> list[Path]:

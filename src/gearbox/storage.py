@@ -108,6 +108,16 @@ def arrives(path: Path, num_bytes: int, seconds: float) -> bool:
         time.sleep(LOOK_SECONDS)
 
 
+def appears(path: Path, seconds: float) -> bool:
+    """Whether this machine sees, or comes to see, what another one may have made just now."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
 def put(path: Path, text: str) -> None:
     """Replace a small file: by a rename; where that is refused in place, so that a kill may leave it cut short."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
