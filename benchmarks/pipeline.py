@@ -23,7 +23,8 @@ import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import conftest  # noqa: E402, F401  the environment of the warm ranks
-from gearbox import loss, pipeline  # noqa: E402
+from gearbox.distributed import pipeline_parallel, pipeline_stages
+from gearbox.model import loss  # noqa: E402
 from ranks import fork_ranks  # noqa: E402
 
 ROWS, ROW_TOKENS = 16, 128
@@ -43,9 +44,9 @@ def measure(folder: Path) -> None:
     stages, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    model = pipeline.family(CONFIG, pipeline.Part(rank, STAGES))(CONFIG)
-    loss.install(model)
-    pipes = {name: pipeline.Pipeline(model, stages, replicas, name) for name in pipeline.SCHEDULES}
+    model = pipeline_stages.stage_class(CONFIG, pipeline_stages.Stage(rank, STAGES))(CONFIG)
+    loss.install_loss(model)
+    pipes = {name: pipeline_parallel.Pipeline(model, stages, replicas, name) for name in pipeline_parallel.SCHEDULES}
     rows = torch.randint(0, 260, (ROWS, ROW_TOKENS))
     found = []
     for repetition in range(REPETITIONS + 1):
@@ -66,7 +67,7 @@ def table(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
     yield "| micro batches | (p-1)/(m+p-1) | gpipe | 1f1b | seconds of a step, 1f1b |"
     yield "|---|---|---|---|---|"
     for num in NUMS:
-        cases = {name: of(runs, name, num) for name in pipeline.SCHEDULES}
+        cases = {name: of(runs, name, num) for name in pipeline_parallel.SCHEDULES}
         idle = {name: statistics.median(both[0]["idle"] for both in case) for name, case in cases.items()}
         seconds = statistics.median(both[0]["seconds"] for both in cases["1f1b"])
         ideal = (STAGES - 1) / (num + STAGES - 1)

@@ -21,11 +21,11 @@ MODEL = ROOT / "models" / "smollm2-135m"
 
 
 def gearbox(tokenizer, path: str) -> int:
-    from gearbox import corpus
-    from gearbox.config import load_recipe
+    from gearbox.config.loader import load_recipe
+    from gearbox.data import corpus
 
     recipe = load_recipe(ROOT / "recipes" / "tiny.yaml", [f"data.path={path}"])
-    documents, _ = corpus.of_recipe(recipe, tokenizer, tell=lambda _: None)
+    documents, _ = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
     return int(documents.lengths.sum())
 
 
@@ -70,9 +70,8 @@ WAYS = {
 def measure(way: str, path: str) -> None:
     """In a process of its own: print tokens and seconds."""
     import datasets
-    from transformers import AutoTokenizer
-
     import gearbox.corpus  # noqa: F401  what is imported is not counted
+    from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

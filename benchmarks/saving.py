@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import conftest  # noqa: E402  the environment of the warm ranks
 import train as script  # noqa: E402
-from gearbox import saving  # noqa: E402
+from gearbox.checkpoint import checkpointer  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 RUNS = 3
@@ -31,10 +31,10 @@ BILLION = {
 }  # fmt: skip
 
 script.ask_saved = lambda *_: "(not asked)"
-begin, fill = saving.Saver._begin, saving.checkpoint.Staging.fill
+begin, fill = checkpointer.Checkpointer._start_save, checkpointer.checkpoint.Staging.stage
 
 
-def synchronous(self: saving.Saver, progress: object) -> None:
+def synchronous(self: checkpointer.Checkpointer, progress: object) -> None:
     """A save that training waits for."""
     begin(self, progress)
     self._wait()
@@ -65,7 +65,7 @@ def memory(folder: Path) -> None:
         if file.name != "config.json":
             (model / file.name).write_bytes(file.read_bytes())
 
-    def watched(self: saving.Saver, progress: object) -> None:
+    def watched(self: checkpointer.Checkpointer, progress: object) -> None:
         me, before, peak = psutil.Process(), psutil.Process().memory_info().rss, [0]
 
         def look() -> None:
@@ -83,7 +83,7 @@ def memory(folder: Path) -> None:
             f"rank {self.rank}: shard {shard / 2**30:.2f} GiB, grew by {(peak[0] - before) / 2**30:.2f} GiB", flush=True
         )
 
-    saving.Saver._begin = watched
+    checkpointer.Checkpointer._start_save = watched
     outcome = run_ranks(
         "fsdp",
         ["recipes/tiny.yaml", f"model.name={model}", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs",
@@ -91,7 +91,7 @@ def memory(folder: Path) -> None:
          "batch.micro_rows=1", "batch.row_tokens=128", "eval.samples=0", "eval.fraction=0", "eval.every=0"],
         folder / "runs", 2,
     )  # fmt: skip
-    saving.Saver._begin = begin
+    checkpointer.Checkpointer._start_save = begin
     print("\n".join(line for line in outcome.output.splitlines() if "shard" in line or "parameters on" in line))
     assert set(outcome.codes) == {0}, outcome.output[-3000:]
 
@@ -103,9 +103,9 @@ def main() -> None:
         ours, theirs = [], []
         for number in range(RUNS):
             ours += stalls(folder, f"asynchronous-{number}")
-            saving.Saver._begin = synchronous
+            checkpointer.Checkpointer._start_save = synchronous
             theirs += stalls(folder, f"synchronous-{number}")
-            saving.Saver._begin = begin
+            checkpointer.Checkpointer._start_save = begin
         mine, other = statistics.median(ours), statistics.median(theirs)
         print(f"stall: {mine:.3f} s asynchronous, {other:.3f} s synchronous: {mine / other:.0%}")
         memory(folder)

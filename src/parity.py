@@ -16,10 +16,13 @@ from pathlib import Path
 from rich.markup import escape
 
 import launch
-from gearbox import command
-from gearbox.compatibility import check_against
-from gearbox.config import Recipe, UserError, accumulation, load_recipe
-from gearbox.gear import Gear, gear_path, load_gear
+from gearbox.config.compatibility import check_against
+from gearbox.config.gear import Gear, gear_path, load_gear
+from gearbox.config.job import accumulation
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Recipe
+from gearbox.errors import UserError
+from gearbox.launch import cli, outcome
 
 USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -27,7 +30,7 @@ HEAVY = ("checkpoints", "model", "base")  # of a run's folder: what goes when it
 
 
 def main(arguments: list[str]) -> int:
-    parser = command.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
+    parser = cli.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
     parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
     parser.add_argument("--gears", default=default_gears(), help="the first is the reference (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
@@ -36,7 +39,7 @@ def main(arguments: list[str]) -> int:
         help="compare the weights after every K-th step; each takes a checkpoint of the disk's room (default: 1)",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
-    recipe_path, overrides = command.split_arguments(options.ours)
+    recipe_path, overrides = cli.split_arguments(options.ours)
     gears = load_gears(options.gears.split(","))
     settings = settings_of(load_recipe(recipe_path, overrides), overrides, options.steps, options.weights_every)
     recipe = load_recipe(recipe_path, [*overrides, *settings])
@@ -46,19 +49,21 @@ def main(arguments: list[str]) -> int:
         check_against(gear, recipe, recipe_path, *per_rank)
 
     # torch is imported from here on
-    from gearbox import backend, metrics, parity
+    from gearbox import console
+    from gearbox.distributed import engine
+    from gearbox.reporting import run_comparison
 
-    screen = metrics.console(is_main=True)
+    screen = console.make_console(is_main=True)
     folder = make_folder(Path(recipe.run.dir), f"parity-{recipe_path.stem}")
-    precision = "bf16" if any(backend.precision(gear) == "bf16" for gear in gears) else "no"
-    compared: list[parity.Compared] = []
+    precision = "bf16" if any(engine.precision(gear) == "bf16" for gear in gears) else "no"
+    compared: list[run_comparison.Compared] = []
     try:
         for gear in gears:
             screen.print(f"{label(gear)}: {options.steps} steps, their output in {folder / label(gear)}.log")
-            one = parity.Compared(label(gear), folder / label(gear))
+            one = run_comparison.Compared(label(gear), folder / label(gear))
             one.problem = run(gear, folder, [str(recipe_path), *overrides, *settings])
             if compared:
-                one.hold_against(compared[0])
+                one.compare_with(compared[0])
                 shed(one.folder)
             compared.append(one)
             if compared[0].problem:
@@ -69,12 +74,12 @@ def main(arguments: list[str]) -> int:
     finally:
         for gear in gears:
             shed(folder / label(gear))
-    tolerances = parity.TOLERANCES[precision]
-    screen.print(parity.table(compared, tolerances))
+    tolerances = run_comparison.TOLERANCES[precision]
+    screen.print(run_comparison.table(compared, tolerances))
     for one in compared:
         if text := one.explanation(tolerances):
             screen.print(f"{one.name}: {escape(text)}")
-    parity.write(folder / "parity.html", f"{recipe_path}, {options.steps} steps", compared, tolerances)
+    run_comparison.write(folder / "parity.html", f"{recipe_path}, {options.steps} steps", compared, tolerances)
     screen.print(f"the curves: {folder / 'parity.html'}")
     return 0 if all(one.verdict(tolerances) in ("reference", "equal") for one in compared) else 1
 
@@ -159,7 +164,7 @@ def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
     path = folder / f"{label(gear)}.log"
     with path.open("a", encoding="utf-8", buffering=1) as log:
         code = launch.train(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
-    if code in (130, command.EXIT_SAVED):
+    if code in (130, outcome.EXIT_SAVED):
         raise KeyboardInterrupt
     said = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
     return "" if code == 0 else said[-1].removeprefix("gearbox: ") if said else f"ended with code {code}, see {path}"
@@ -171,4 +176,4 @@ def shed(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

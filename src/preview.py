@@ -9,29 +9,31 @@ import json
 import os
 import sys
 
-from gearbox import command
-from gearbox.config import load_recipe
+from gearbox.config.loader import load_recipe
+from gearbox.launch import cli
 
 USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
 
 
 def main(arguments: list[str]) -> None:
-    parser = command.Parser(usage=USAGE, description="See what a recipe trains on.")
+    parser = cli.Parser(usage=USAGE, description="See what a recipe trains on.")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
     options, ours = parser.parse_known_args(arguments)
-    recipe_path, overrides = command.split_arguments(ours)
+    recipe_path, overrides = cli.split_arguments(ours)
     recipe = load_recipe(recipe_path, overrides)
 
     from rich.console import Console
     from rich.markup import escape
 
-    from gearbox import corpus, data, model, preview
+    from gearbox.data import corpus, splits
+    from gearbox.model import loading
+    from gearbox.reporting import plan, preview
 
     screen = Console(highlight=False, soft_wrap=True, stderr=options.json)
-    tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
-    documents, evaluated = corpus.of_recipe(recipe, tokenizer, tell=screen.print)
-    prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=screen.print)
+    prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
     if options.json:
         try:
             for line in preview.lines(documents, prepared):
@@ -41,9 +43,9 @@ def main(arguments: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     preview.show(screen, preview.first_documents(prepared.training, tokenizer, options.rows))
-    for name, text in preview.facts(recipe, documents, prepared, tokenizer).items():
+    for name, text in plan.data_facts(recipe, documents, prepared, tokenizer).items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-from gearbox import command
-from gearbox.config import ROOT, Recipe, UserError
+from gearbox import ROOT
+from gearbox.config.recipe import Recipe
+from gearbox.errors import UserError
+from gearbox.launch import cli
 
 PATH = ROOT / "recipes" / "schema.json"
 
@@ -22,4 +24,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

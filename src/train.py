@@ -18,16 +18,20 @@ from uuid import uuid4
 
 from rich.markup import escape
 
-from gearbox import cluster, command, watch
-from gearbox.compatibility import check_against, check_architecture
-from gearbox.config import BUILTIN_TASKS, Recipe, UserError, accumulation, is_local, load_recipe
-from gearbox.gear import Gear, find_gear
+from gearbox.config.compatibility import check_against, check_architecture
+from gearbox.config.gear import Gear
+from gearbox.config.job import accumulation
+from gearbox.config.loader import is_local, load_recipe
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.errors import UserError
+from gearbox.launch import cli, outcome, topology, watchdog
+from gearbox.launch.launched_gear import find_gear
 from gearbox.redact import redact
 
 
 def main(arguments: list[str], gear: Gear | None = None) -> int:
-    watching = watch.Watch()
-    recipe_path, overrides = command.split_arguments(arguments)
+    watching = watchdog.Watchdog()
+    recipe_path, overrides = cli.split_arguments(arguments)
     recipe = load_recipe(recipe_path, overrides)
     gear = gear or find_gear()
     if recipe.run.rehearse:
@@ -37,69 +41,66 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     check_against(gear, recipe, recipe_path, rounds, micro_rows)
 
     # torch is imported from here on; what the files alone can show has been said.
-    from gearbox import (
-        adapters,
-        backend,
-        corpus,
-        data,
-        evaluation,
-        loss,
-        metrics,
-        model,
-        optim,
-        pipeline,
-        preview,
-        report,
-        runs,
-        saving,
-        tensors,
-        verification,
-    )
+    from gearbox import console
+    from gearbox.checkpoint import checkpointer, disk_space
+    from gearbox.data import corpus, splits
+    from gearbox.distributed import engine, full_parameters, pipeline_stages, process_group, sharded_state, verification
+    from gearbox.model import adapters, export, loading, probes, random_init, router_loss
+    from gearbox.model.optimizer import make_optimizer
+    from gearbox.reporting import html_report, metrics, plan, preview
+    from gearbox.training import evaluation, run_folder
 
-    backend.check_ranks(gear)
+    process_group.check_ranks(gear)
     # Before the process group exists: tokenizing may take longer than a collective may wait.
-    screen = metrics.console(backend.is_first())
+    screen = console.make_console(process_group.is_first_rank())
     if recipe.model.trust_remote_code:
         screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {recipe.model.name}[/]")
-    recipe = adapters.fetched(recipe)
-    tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    recipe = adapters.download_adapter(recipe)
+    tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
-    documents, evaluated = corpus.of_recipe(recipe, tokenizer, backend.is_first_of_node(), screen.print)
-    prepared = data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, process_group.is_first_rank_of_node(), screen.print)
+    prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
-    processes = backend.start_processes(gear)
-    seats = backend.seats()
-    cluster.check_one_world(seats)
-    backend.check_same(f"{documents.key} {evaluated.key if evaluated else ''}")
+    processes = process_group.join_process_group(gear)
+    seats = process_group.rank_devices()
+    topology.check_single_world(seats)
+    process_group.check_same_data(f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
-    for line in cluster.table(seats):
+    for line in topology.format_rank_table(seats):
         screen.print(line)
-    if machines := cluster.num_idle(seats):
+    if machines := topology.num_idle_nodes(seats):
         screen.print(f"hint: {machines} more machines of this job are idle; cluster/slurm/train.sbatch uses them all")
-    if backend.is_rehearsal():
+    if process_group.runs_on_cpu():
         screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
-    elif idle := backend.num_idle_gpus():
+    elif idle := process_group.num_idle_gpus():
         screen.print(
             f"hint: {idle} more GPUs of this machine are idle; ddp, fsdp and zero3 use --num_processes N of them"
         )
 
     name = f"{recipe_path.stem}-{gear.name}"
-    with runs.claimed(recipe, name, backend, screen.print) as run, watching.until_the_end():
+    with run_folder.open_run(recipe, name, engine, screen.print) as run, watching.running():
         source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
-        architecture = model.architecture(source, recipe.model)
+        architecture = loading.architecture(source, recipe.model)
         check_architecture(gear, architecture, recipe.model.router_loss)
         if gear.degree("pp") > 1:
-            pipeline.prove(model.narrowed(copy.deepcopy(architecture), tokenizer, num_layers=3))
-        accelerator = backend.start(gear, recipe, rounds, micro_rows)
-        loaded = model.load(
-            source, recipe, tokenizer, backend.precision(gear), backend.loading(gear), backend.part(gear)
+            pipeline_stages.check_stages_equal_whole(
+                random_init.shrink_config(copy.deepcopy(architecture), tokenizer, num_layers=3)
+            )
+        accelerator = engine.create_accelerator(gear, recipe, rounds, micro_rows)
+        loaded = loading.load(
+            source,
+            recipe,
+            tokenizer,
+            engine.precision(gear),
+            engine.from_pretrained_kwargs(gear),
+            engine.stage_of_rank(gear),
         )
-        wrapped, optimizer = backend.prepare(gear, accelerator, loaded, optim.make_optimizer(loaded, recipe.optim))
-        bare = backend.bare(accelerator, wrapped)
+        wrapped, optimizer = engine.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
+        bare = engine.unwrap_model(accelerator, wrapped)
         if run.checkpoint is not None:
-            run.restore(bare, wrapped, optimizer, backend.gather)
+            run.restore(bare, wrapped, optimizer, process_group.gather)
         facts = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
-        loss.check(
+        probes.check_loss(
             wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
         )
         if prepared.training.packing:
@@ -108,10 +109,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             facts["packed documents"] = f"a neighbour changes a token's loss by {seen:.2g}"
             if not isolated:
                 facts["packed documents"] += ": this model does not keep them apart, so each row holds one document"
-                prepared = data.arrange(recipe, documents, evaluated, tokenizer, packing=False)
-        backend.settle(accelerator, wrapped, prepared.training.batch([None]))
+                prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, packing=False)
+        engine.fix_ddp_bucket_order(accelerator, wrapped, prepared.training.batch([None]))
         rows_key = f"{documents.key} {prepared.training.key}"
-        base = backend.first_decides(lambda: model.fingerprint(source, recipe))
+        base = process_group.decide(lambda: loading.fingerprint(source, recipe))
         run.check_same(rows_key, base)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
@@ -119,13 +120,13 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             raise UserError(
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
             )
-        size = tensors.state_bytes(bare, optimizer, backend.gather)
-        if weight := loss.router_weight(bare):
+        size = sharded_state.checkpoint_bytes(bare, optimizer, process_group.gather)
+        if weight := router_loss.router_weight(bare):
             facts["router loss"] = f"{weight:g} x the unbalance of the experts"
-        facts["checkpoints"], renames = backend.first_decides(
-            lambda: saving.check_space(run.checkpoints, recipe.save, size)
+        facts["checkpoints"], renames = process_group.decide(
+            lambda: disk_space.check_space(run.checkpoints, recipe.save, size)
         )
-        facts = preview.facts(recipe, documents, prepared, tokenizer) | facts
+        facts = plan.data_facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
         if run.checkpoint is not None:
             screen.print(f"[bold]goes on[/] from {run.checkpoint}, step {run.progress.step} of {num_steps}")
@@ -142,45 +143,45 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         def describe() -> dict[str, Any]:
             """What a manifest holds beside the progress and the files."""
             return {
-                "parameters": tensors.shapes(bare, backend.gather),
-                "scalars": tensors.scalars(bare, optimizer, backend.gather),
-                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": runs.versions(),
+                "parameters": sharded_state.full_shapes(bare, process_group.gather),
+                "scalars": sharded_state.scalars(bare, optimizer, process_group.gather),
+                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": run_folder.versions(),
                 "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
             }  # fmt: skip
 
         if not run.progress.step:
             run.progress.answers_before = samples()
         with metrics.Metrics(run.folder, screen, num_steps, run.progress) as log:
-            checkpoints = saving.Saver(
-                run.checkpoints, recipe.save, rank=processes.process_index, run_id=backend.gather(uuid4().hex[:8])[0],
+            checkpoints = checkpointer.Checkpointer(
+                run.checkpoints, recipe.save, rank=processes.process_index, run_id=process_group.gather(uuid4().hex[:8])[0],
                 saved_step=run.saved_step, renames=renames,
-                beat=watching.beat, agree=backend.agree, gather=backend.gather,
-                pieces=lambda: tensors.held(bare, optimizer, processes.process_index, backend.gather),
+                beat=watching.heartbeat, agree=process_group.sum_over_ranks, gather=process_group.gather,
+                pieces=lambda: sharded_state.local_shards(bare, optimizer, processes.process_index, process_group.gather),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, **said),
             )  # fmt: skip
-            watching.guard(backend.ranks_of_this_machine())
+            watching.watch_peers(process_group.pids_of_node())
             stopped = fit(
                 gear, recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, log, checkpoints,
                 watching,
             )  # fmt: skip
             if stopped:
-                watching.rest()
+                watching.disarm()
                 return end_saved(run, screen, accelerator)
-            watching.rest(ignores_signals=run.saved_step < num_steps)
-            backend.limit_waiting(backend.LOADING_TIMEOUT.total_seconds())
+            watching.disarm(ignores_signals=run.saved_step < num_steps)
+            process_group.set_collective_timeout(process_group.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
-        trained = tensors.whole_parameters(
+        trained = full_parameters.iter_full_parameters(
             accelerator, bare, only_trainable=recipe.adapter.method != "none",
-            beside=adapters.rows_to_save(bare, recipe), gather=backend.gather,
+            beside=adapters.saved_frozen_names(bare, recipe), gather=process_group.gather,
         )  # fmt: skip
-        model.save(bare, trained, tokenizer, source, model.stored_dtype(architecture), run.folder / "model")
+        export.save(bare, trained, tokenizer, source, export.stored_dtype(architecture), run.folder / "model")
         accelerator.wait_for_everyone()
         # The other ranks end here: a large model is loaded back for longer than a collective may wait.
         if accelerator.is_main_process:
             answered = preview.answers(prepared.samples, run.progress.answers_before, after)
             preview.show_answers(screen, answered)
-            report.write(run.folder, facts, shown, answered)
+            html_report.write(run.folder, facts, shown, answered)
             question = prepared.samples[0].question if prepared.samples else "Hello"
             reply = ask_saved(run.folder / "model", question, recipe.model.trust_remote_code)
             screen.print(f"loaded back in a fresh process, it answers: {reply}")
@@ -202,58 +203,61 @@ def fit(
     run: Any,
     log: Any,
     checkpoints: Any,
-    watching: watch.Watch,
+    watching: watchdog.Watchdog,
 ) -> bool:
     """The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine.
 
     Returns whether it was asked to stop, and has saved all that is to be gone on from.
     """
-    from gearbox import backend, data, evaluation, optim
-    from gearbox import loss as losses
+    from gearbox.data import batches, sampler
+    from gearbox.distributed import engine, process_group
+    from gearbox.model import router_loss
+    from gearbox.model.optimizer import learning_rate
+    from gearbox.training import evaluation
 
     rows, progress = prepared.training, run.progress
-    order = data.order(recipe, rows)
+    order = sampler.make_sampler(recipe, rows)
     rank = accelerator.process_index
     first_step = progress.step
-    bare = backend.bare(accelerator, model)
+    bare = engine.unwrap_model(accelerator, model)
 
     def goes_on() -> bool:
-        watching.beat(f"step {progress.step}, evaluation")
-        return not any(backend.agree([watching.asked is not None]))
+        watching.heartbeat(f"step {progress.step}, evaluation")
+        return not any(process_group.sum_over_ranks([watching.stop_signal is not None]))
 
     while True:
         is_last = progress.step == num_steps
         due = is_last or (progress.step % recipe.eval.every == 0 if recipe.eval.every else progress.step == 0)
         if due and progress.evaluated < progress.step and len(prepared.held_out):
-            place = gear.evaluation_place(rank)
+            place = gear.eval_shard(rank)
             result = evaluation.evaluate(
                 accelerator, model, prepared.held_out, recipe.batch.rows, micro_rows, place, goes_on
             )
             if result is not None:
                 progress.evaluated, progress.eval_loss = progress.step, result.loss
                 log.evaluation(result)
-        watching.beat(f"step {progress.step}, boundary")
-        stop = checkpoints.boundary(progress, num_steps, stop=watching.asked is not None)
+        watching.heartbeat(f"step {progress.step}, boundary")
+        stop = checkpoints.on_step_boundary(progress, num_steps, stop=watching.stop_signal is not None)
         if stop or is_last:
             return stop and (not is_last or checkpoints.saved_step == progress.step)
 
-        watching.beat(f"step {progress.step + 1}, rows")
+        watching.heartbeat(f"step {progress.step + 1}, rows")
         part = gear.data_rank(rank)
-        batch = data.make_step(rows, order.step(progress.step), part, gear.data_parallel, micro_rows)
-        backend.draw_from(recipe.train.seed, progress.step, rank // gear.degree("tp"))
-        rate = optim.learning_rate(progress.step, num_steps, recipe.optim, recipe.schedule)
-        backend.set_learning_rate(optimizer, rate)
+        batch = batches.make_step_batch(rows, order.step(progress.step), part, gear.data_parallel, micro_rows)
+        engine.seed_step(recipe.train.seed, progress.step, rank // gear.degree("tp"))
+        rate = learning_rate(progress.step, num_steps, recipe.optim, recipe.schedule)
+        engine.set_learning_rate(optimizer, rate)
         loss, grad_norm = train_step(
             gear, accelerator, model, optimizer, batch, recipe.optim.max_grad_norm,
-            lambda part: watching.beat(f"step {progress.step + 1}, {part}"),
+            lambda part: watching.heartbeat(f"step {progress.step + 1}, {part}"),
         )  # fmt: skip
         of_this_model = {"idle": model.idle} if gear.degree("pp") > 1 else {}
-        if losses.router_weight(bare):
-            router_sum = accelerator.reduce(losses.take_router_sum(bare), "sum")
+        if router_loss.router_weight(bare):
+            router_sum = accelerator.reduce(router_loss.pop_router_loss(bare), "sum")
             of_this_model["router_loss"] = float(router_sum) / max(1, batch.num_targets)
         skipped = not math.isfinite(grad_norm)
         is_spike = progress.advance(
-            rows_hash=data.chain_hash(progress.rows_hash, batch.row_ids),
+            rows_hash=batches.chain_hash(progress.rows_hash, batch.row_ids),
             num_tokens=batch.num_tokens, num_targets=batch.num_targets, loss=loss, skipped=skipped,
         )  # fmt: skip
         log.step(
@@ -264,13 +268,13 @@ def fit(
             raise UserError(
                 f"step {progress.step}: the loss is {loss} and the gradient's norm {grad_norm}, and not finite for "
                 f"{progress.num_skipped_in_a_row} steps in a row (run.max_bad_steps); lower optim.lr, or look at the "
-                f"rows {batch.row_ids}: {rows.places(batch.row_ids)}"
+                f"rows {batch.row_ids}: {rows.locations(batch.row_ids)}"
             )
         if progress.step == first_step + 1:
             run.has_begun = True
             run.says("running")
-            backend.limit_waiting(recipe.run.hang_timeout + watch.GRACE_SECONDS)
-            watching.limit(run.folder / "hang", recipe.run.hang_timeout)
+            process_group.set_collective_timeout(recipe.run.hang_timeout + watchdog.GRACE_SECONDS)
+            watching.arm(run.folder / "hang", recipe.run.hang_timeout)
 
 
 def train_step(
@@ -288,7 +292,7 @@ def train_step(
     have tokens of their own and divide by the micro batches, so both are multiplied back. Where loss or gradient are
     not finite on one rank, the norm is finite on none, and no rank takes the step.
     """
-    from gearbox import backend, sequences
+    from gearbox.distributed import engine, sequence_parallel
 
     if gear.degree("pp") > 1:
         return pipelined_step(gear, accelerator, model, optimizer, batch, max_grad_norm, beat)
@@ -298,7 +302,7 @@ def train_step(
     for number, micro in enumerate(batch.micro_batches, start=1):
         beat(f"micro batch {number}")
         inputs = {name: t.to(accelerator.device) for name, t in micro.items() if name != "document_ids"}
-        with accelerator.accumulate(model), sequences.own_tokens(gear, accelerator, inputs) as inputs:
+        with accelerator.accumulate(model), sequence_parallel.local_tokens(gear, accelerator, inputs) as inputs:
             share = model(**inputs) / max(1, batch.num_targets)
             total += share.detach()
             if accelerator.sync_gradients:
@@ -307,7 +311,7 @@ def train_step(
             accelerator.backward(share * averaged_over)
             if accelerator.sync_gradients:
                 beat("gradient norm")
-                grad_norm = backend.clip_gradients(gear, accelerator, model, max_grad_norm)
+                grad_norm = engine.clip_gradients(gear, accelerator, model, max_grad_norm)
             if math.isfinite(grad_norm):
                 optimizer.step()
             optimizer.zero_grad()
@@ -324,13 +328,13 @@ def pipelined_step(
     beat: Callable[[str], None],
 ) -> tuple[float, float]:
     """The same where the micro batches flow through a pipeline, which takes all of a step at once."""
-    from gearbox import backend
+    from gearbox.distributed import engine
 
     beat("pipeline")
     micro_batches = [{name: t.to(accelerator.device) for name, t in micro.items()} for micro in batch.micro_batches]
     loss = model.step(micro_batches, 1 / max(1, batch.num_targets))
     beat("gradient norm")
-    grad_norm = backend.clip_gradients(gear, accelerator, model, max_grad_norm) if math.isfinite(loss) else math.nan
+    grad_norm = engine.clip_gradients(gear, accelerator, model, max_grad_norm) if math.isfinite(loss) else math.nan
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()
@@ -350,16 +354,20 @@ def end_saved(run: Any, screen: Any, accelerator: Any) -> int:
     accelerator.wait_for_everyone()
     run.says("saved", text)
     screen.print(f"[bold green]saved[/]  {text}")
-    return command.exit_code("saved")
+    return outcome.exit_code("saved")
 
 
 def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_rows: int, num_tokens: int) -> float:
     """How far packed documents see each other in a batch of the shape that is trained: 0, if all is well."""
-    from gearbox import data, loss, sequences
+    from gearbox.data import batches
+    from gearbox.distributed import sequence_parallel
+    from gearbox.model import probes
 
-    batch = rows.batch(data.fullest_rows(rows, micro_rows))
+    batch = rows.batch(batches.fullest_rows(rows, micro_rows))
     batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-    seen = loss.leak(model, batch, num_tokens, lambda inputs: sequences.own_tokens(gear, accelerator, inputs))
+    seen = probes.packing_leak(
+        model, batch, num_tokens, lambda inputs: sequence_parallel.local_tokens(gear, accelerator, inputs)
+    )
     return accelerator.gather(seen[None]).max().item()
 
 
@@ -381,24 +389,24 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num
 
     A rehearsal's have num_layers.
     """
-    from gearbox import model
+    from gearbox.model import loading, random_init
 
     if recipe.model.init == "pretrained":
         return recipe.model.name
     base = folder / "base"
     with processes.main_process_first():
         if not base.exists():
-            config = model.load_config(recipe.model, recipe.run.rehearse)
+            config = loading.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
-                config = model.narrowed(config, tokenizer, len(recipe.model.add_tokens), num_layers)
-            model.write_random(config, tokenizer, recipe.train.seed, base)
+                config = random_init.shrink_config(config, tokenizer, len(recipe.model.add_tokens), num_layers)
+            random_init.write_random(config, tokenizer, recipe.train.seed, base)
     return str(base)
 
 
 def write_dropped(dropped: list[Any], folder: Path) -> None:
     """List the documents that are not trained, so that none is lost in silence."""
     if dropped:
-        lines = [redact(json.dumps({"place": entry.place, "reason": entry.reason})) + "\n" for entry in dropped]
+        lines = [redact(json.dumps({"place": entry.location, "reason": entry.reason})) + "\n" for entry in dropped]
         (folder / "dropped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -429,7 +437,7 @@ def print_plan(
 
 def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
     """Put one question to the saved model in a process of its own, without a GPU, as whoever receives it would."""
-    from gearbox import preview
+    from gearbox.reporting import preview
 
     inherited = (
         "RANK",
@@ -456,4 +464,4 @@ def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> s
 
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run(main)

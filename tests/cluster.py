@@ -14,7 +14,7 @@ import pytest
 
 import ledger
 import manifests
-from gearbox.config import ROOT
+from gearbox import ROOT
 from hosts import Host, two_hosts, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gearbox.config import ROOT
+from gearbox import ROOT
 from test_docs import GUIDES
 
 COMMANDS = [

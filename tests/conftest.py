@@ -22,7 +22,7 @@ import json  # noqa: E402
 import pytest  # noqa: E402
 
 import train as train_script  # noqa: E402
-from gearbox import tasks  # noqa: E402
+from gearbox.data import builtin_tasks  # noqa: E402
 from ranks import Outcome, run_ranks  # noqa: E402
 
 
@@ -33,7 +33,7 @@ def chats(tmp_path_factory) -> Path:
 
 def make_chats(path: Path) -> Path:
     """300 chats of uneven length and one to three turns, as a file of messages."""
-    documents = tasks.documents(600)
+    documents = builtin_tasks.documents(600)
     joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))
     return path

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from gearbox.data import Pieces, Rows
+from gearbox.data.batches import PackedRows
+from gearbox.data.packing import Chunks
 
 
 class Made:
@@ -24,11 +25,11 @@ class Made:
     def supervised(self, document: int) -> np.ndarray:
         return self._supervised[document]
 
-    def pieces(self) -> Pieces:
-        return Pieces(np.arange(len(self)), np.zeros(len(self), np.int64), self.lengths, self.targets)
+    def pieces(self) -> Chunks:
+        return Chunks(np.arange(len(self)), np.zeros(len(self), np.int64), self.lengths, self.targets)
 
-    def rows(self, row_tokens: int, pad_token: int = 0, packing: bool = True, group=None) -> Rows:
-        return Rows(self, self.pieces(), row_tokens, pad_token, packing, group)
+    def rows(self, row_tokens: int, pad_token: int = 0, packing: bool = True, group=None) -> PackedRows:
+        return PackedRows(self, self.pieces(), row_tokens, pad_token, packing, group)
 
 
 def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7, vocabulary: int = 90) -> Made:

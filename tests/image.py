@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from commands import copy_of_the_tree
-from gearbox.config import ROOT
+from gearbox import ROOT
 from test_image import plant
 
 DEBIAN = Path("/var/tmp/gearbox-debian-bookworm.tar")  # made once a machine: 2 minutes

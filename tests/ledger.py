@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from gearbox import checkpoint, data
-from gearbox.progress import Progress
+from gearbox.checkpoint import folders, manifest
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.data import batches
 
 VARIABLE = "GEARBOX_TEST_LEDGER"  # the folder of the ledgers
 
 
 def install() -> None:
     """From here on this process appends (attempt, step, row ids, loss) to its rank's ledger, before all else."""
-    make_step, advance = data.make_step, Progress.advance
+    make_step, advance = batches.make_step_batch, TrainState.advance
     rows: list[int] = []
 
     def noted(*arguments):
@@ -33,7 +34,7 @@ def install() -> None:
             file.write(json.dumps(line) + "\n")
         return advance(self, loss=loss, **facts)
 
-    data.make_step, Progress.advance = noted, written
+    batches.make_step_batch, TrainState.advance = noted, written
 
 
 @dataclass
@@ -113,11 +114,11 @@ def _gaps(steps: list[int], num_steps: int) -> str:
 
 def whole_checkpoint(folder: Path) -> int | None:
     """The step of the newest checkpoint that verifies, or None."""
-    for step, path in checkpoint.steps(folder):
+    for step, path in folders.list_checkpoints(folder):
         try:
-            checkpoint.verify(path, checkpoint.read_manifest(path)["files"])
+            manifest.verify_shards(path, manifest.read_manifest(path)["files"])
             return step
-        except checkpoint.Damaged:
+        except manifest.CorruptCheckpoint:
             continue
     return None
 

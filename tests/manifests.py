@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gearbox.config import ROOT
+from gearbox import ROOT
 
 KUBERNETES = ROOT / "cluster" / "kubernetes"
 JOB_NAME = "batch.kubernetes.io/job-name"  # labels that the Job controller gives its pods

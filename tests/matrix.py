@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 import conftest
 import train as train_script
-from gearbox.checkpoint import steps
-from gearbox.config import ROOT
-from gearbox.gear import gear_names, load_gear
+from gearbox import ROOT
+from gearbox.checkpoint.folders import list_checkpoints
+from gearbox.config.gear import gear_names, load_gear
 from ranks import Outcome, run_ranks
 
 TABLE = ROOT / "docs" / "matrix.md"
@@ -73,7 +73,7 @@ class Matrix:
         if set(first.codes) != {0}:
             return Cell((), f"ended with {first.codes}: {first.output[-1500:]}")
         passed = ["train"] if close(first.losses, reference.losses[:2]) else []
-        passed += ["save"] if [step for step, _ in steps(first.folder / "checkpoints")] == [2] else []
+        passed += ["save"] if [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [2] else []
         last = self.run(gear, method, "run.name=cell", "run.resume=latest", steps=4)
         if set(last.codes) != {0}:
             return Cell(tuple(passed), f"resume ended with {last.codes}: {last.output[-1500:]}")

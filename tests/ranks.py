@@ -26,23 +26,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
 import train as train_script
-from gearbox import (  # noqa: F401  warm
-    backend,
-    corpus,
-    data,
-    evaluation,
-    metrics,
-    model,
-    optim,
-    preview,
-    report,
-    saving,
-    sequences,
-    tensors,
-    verification,
-)
-from gearbox.config import ROOT, UserError
-from gearbox.gear import load_gear
+from gearbox import ROOT
+from gearbox.config.gear import load_gear
+from gearbox.errors import UserError
 
 get_checkpoint_conversion_mapping("llama")  # warm: it compiles a thousand patterns, and keeps them
 torch.set_num_threads(1)  # after ops on two threads, forked children hang

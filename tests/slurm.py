@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import hosts
-from gearbox.command import end_with_parent
-from gearbox.config import ROOT
+from gearbox import ROOT
+from gearbox.processes import die_with_parent
 
 TOOLS = {
     "munge": ["munged"],
@@ -166,7 +166,7 @@ PartitionName=high Nodes=node[1-2] MaxTime=INFINITE PriorityTier=2 PreemptMode=O
             with (folder / f"{Path(argv[-1]).name}.log").open("a") as log:
                 daemons.append(subprocess.Popen(
                     argv, env=slurm.environment, stdout=log, stderr=log, start_new_session=True,
-                    preexec_fn=lambda: end_with_parent(signal.SIGKILL),  # also where this test is killed
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # also where this test is killed
                 ))  # fmt: skip
 
         try:

@@ -4,15 +4,16 @@ import pytest
 import torch
 import transformers
 
-from gearbox import backend, sequences, verification
-from gearbox.config import ROOT, UserError
-from gearbox.gear import Gear, load_gear
+from gearbox import ROOT
+from gearbox.config.gear import Gear, load_gear
+from gearbox.distributed import engine, process_group, sequence_parallel, tensor_parallel, verification
+from gearbox.errors import UserError
 
 
 @pytest.fixture
 def bf16(monkeypatch):
     """Run the gears in the precision of their files, as on a GPU; on a CPU bf16 is emulated."""
-    monkeypatch.setattr(backend, "precision", lambda gear: gear.precision)
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_fsdp_reducing_in_bf16_is_refused(train, bf16, monkeypatch):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    monkeypatch.setattr(backend, "_fsdp_policy", lambda gear: policy)
+    monkeypatch.setattr(engine, "_fsdp_policy", lambda gear: policy)
     refused(train("fsdp", ranks=2), "gradients in: asked for torch.float32, running torch.bfloat16")
 
 
@@ -80,8 +81,8 @@ def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
 
 
 def test_another_engine_is_refused(train, monkeypatch):
-    monkeypatch.setattr(backend.PartialState, "_shared_state", {})
-    monkeypatch.setattr(backend, "DistributedType", type("T", (), {"MULTI_GPU": backend.DistributedType.MULTI_CPU}))
+    monkeypatch.setattr(engine.PartialState, "_shared_state", {})
+    monkeypatch.setattr(engine, "DistributedType", type("T", (), {"MULTI_GPU": engine.DistributedType.MULTI_CPU}))
     refused(train("fsdp", ranks=2), "engine: asked for FSDP2, running DDP")
 
 
@@ -107,7 +108,7 @@ DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # asks for 4
 def test_ranks_that_do_not_match_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="asks for 4 ranks, but 2 run; give --num_processes 2"):
-        backend.check_ranks(DDP)
+        process_group.check_ranks(DDP)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +124,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=said):
-        backend.check_ranks(DDP)
+        process_group.check_ranks(DDP)
 
 
 def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_path):
-    monkeypatch.setattr(backend, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(process_group, "NVIDIA_DRIVER", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"has an NVIDIA driver, but torch .* sees no GPU"):
-        backend.check_ranks(DDP)
+        process_group.check_ranks(DDP)
 
 
 @pytest.mark.parametrize("gear", ["zero1", "zero2"])
@@ -183,7 +184,7 @@ def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, mon
     """Without a mask of ours they see each other; the probe at the start finds it, in the mode of training."""
     isolated = train("ulysses", ranks=2)
     assert "a neighbour changes a token's loss by 0\n" in isolated.output, isolated.output
-    monkeypatch.setattr(sequences, "isolate_documents", lambda model: None)
+    monkeypatch.setattr(sequence_parallel, "isolate_documents", lambda model: None)
     assert "this model does not keep them apart, so each row holds one document" in train("ulysses", ranks=2).output
 
 
@@ -211,7 +212,7 @@ def test_the_norm_of_parts_is_that_of_the_whole(train, monkeypatch, gear):
     whole = train("single").lines("grad_norm")[0]["grad_norm"]
     assert train(gear, ranks=ranks).lines("grad_norm")[0]["grad_norm"] == pytest.approx(whole, rel=1e-5)
     monkeypatch.setattr(
-        backend, "_norm_of_parts", lambda parts: float(sum(part_of(g).square().sum() for g in parts)) ** 0.5
+        tensor_parallel, "norm_of_shards", lambda parts: float(sum(part_of(g).square().sum() for g in parts)) ** 0.5
     )
     broken = train(gear, ranks=ranks)
     assert broken.lines("grad_norm")[0]["grad_norm"] < 0.95 * whole

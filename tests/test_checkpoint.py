@@ -13,9 +13,11 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from gearbox import checkpoint
-from gearbox.checkpoint import Damaged, Piece, Reader
-from gearbox.staging import Staging
+from gearbox import filesystem
+from gearbox.checkpoint import folders, manifest
+from gearbox.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify_shards
+from gearbox.checkpoint.shards import ShardReader, TensorShard
+from gearbox.checkpoint.staging import Staging
 
 FACTS = {
     "step": 20, "parameters": {"w": [40, 50], "b": [7]}, "scalars": {"w": {"step": {"float32": 20.0}}},
@@ -38,36 +40,36 @@ def make(parent: Path, step: int = 20, eval_loss: float | None = None) -> Path:
     aside.mkdir()
     given = tensors()
     shards = [
-        [Piece("parameter", "w", 0, given["w"][:1200]), Piece("parameter", "b", 0, given["b"])],
-        [Piece("exp_avg", "w", 0, given["m"]), Piece("parameter", "w", 1200, given["w"][1200:])],
+        [TensorShard("parameter", "w", 0, given["w"][:1200]), TensorShard("parameter", "b", 0, given["b"])],
+        [TensorShard("exp_avg", "w", 0, given["m"]), TensorShard("parameter", "w", 1200, given["w"][1200:])],
     ]
     staging, files = Staging(), {}
     for rank, pieces in enumerate(shards):
-        staging.fill(pieces)
+        staging.stage(pieces)
         name = f"shard-{rank:05d}.safetensors"
         files[name] = staging.write(aside / name)
     facts = FACTS | {"step": step, "files": files} | ({} if eval_loss is None else {"eval_loss": eval_loss})
     folder = parent / f"step-{step}"
-    checkpoint.commit(aside, folder, facts)
+    folders.commit(aside, folder, facts)
     return folder
 
 
 def check(folder: Path) -> dict:
-    manifest = checkpoint.read_manifest(folder)
-    checkpoint.verify(folder, manifest["files"])
+    manifest = read_manifest(folder)
+    verify_shards(folder, manifest["files"])
     return manifest
 
 
 def test_any_part_of_any_tensor_comes_back(tmp_path):
     folder = make(tmp_path)
-    saved, given = Reader(folder, check(folder)), tensors()
+    saved, given = ShardReader(folder, check(folder)), tensors()
     for start, numel in ((0, 2000), (0, 1200), (1199, 2), (1200, 800), (1999, 1), (700, 900)):
         assert torch.equal(saved.read("parameter", "w", start, numel), given["w"][start : start + numel])
     assert torch.equal(saved.read("parameter", "b"), given["b"])
     assert torch.equal(saved.read("exp_avg", "w"), given["m"])
     assert saved.kinds("w") == ["exp_avg"] and saved.kinds("b") == []
     for start, numel in ((1999, 2), (0, 2001)):
-        with pytest.raises(Damaged, match="are in no shard"):
+        with pytest.raises(CorruptCheckpoint, match="are in no shard"):
             saved.read("parameter", "w", start, numel)
 
 
@@ -79,9 +81,9 @@ def test_other_tools_can_open_a_shard(tmp_path):
 
 def test_the_staging_buffer_is_used_again(tmp_path):
     staging, given = Staging(), tensors()
-    staging.fill([Piece("parameter", "w", 0, given["w"])])
+    staging.stage([TensorShard("parameter", "w", 0, given["w"])])
     place = staging.buffer.data_ptr()
-    staging.fill([Piece("parameter", "w", 0, given["w"][:100])])
+    staging.stage([TensorShard("parameter", "w", 0, given["w"][:100])])
     assert staging.buffer.data_ptr() == place
     assert staging.write(tmp_path / "x")["bytes"] == (tmp_path / "x").stat().st_size < 1000
 
@@ -127,7 +129,7 @@ def test_every_damage_to_every_file_is_recognised(tmp_path, damage, name):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         hurt = shutil.copytree(folder, tmp_path / "copy" / "step-20")
         damage(hurt / name, random.Random(seed))
-        with pytest.raises(Damaged, match=r"manifest|shard"):
+        with pytest.raises(CorruptCheckpoint, match=r"manifest|shard"):
             check(hurt)
         check(folder)
 
@@ -139,30 +141,30 @@ def test_that_is_the_digests_doing(tmp_path, monkeypatch):
     content = bytearray(shard.read_bytes())
     content[-50] ^= 1
     shard.write_bytes(content)
-    monkeypatch.setattr(checkpoint, "digest_of", lambda path: check_facts[path.name])
-    check_facts = {name: facts["xxh3_128"] for name, facts in checkpoint.read_manifest(folder)["files"].items()}
-    loaded = Reader(folder, check(folder)).read("parameter", "w")
+    monkeypatch.setattr(filesystem, "digest_of", lambda path: check_facts[path.name])
+    check_facts = {name: facts["xxh3_128"] for name, facts in manifest.read_manifest(folder)["files"].items()}
+    loaded = ShardReader(folder, check(folder)).read("parameter", "w")
     assert not torch.equal(loaded, tensors()["w"])
 
 
 def test_a_manifest_of_another_step_is_noticed(tmp_path):
     one, other = make(tmp_path, 20), make(tmp_path, 40)
     shutil.copy(one / "manifest.json", other / "manifest.json")
-    with pytest.raises(Damaged, match="is that of step 20"):
+    with pytest.raises(CorruptCheckpoint, match="is that of step 20"):
         check(other)
 
 
 def forged(folder: Path, **changes) -> None:
     """Change what the manifest says, with the right digest: what somebody would do who means it."""
     content = json.loads((folder / "manifest.json").read_text())["manifest"] | changes
-    (folder / "manifest.json").write_text(checkpoint.render_manifest(content))
+    (folder / "manifest.json").write_text(manifest.render_manifest(content))
 
 
 def forged_shard(folder: Path, content: bytes) -> None:
     name = "shard-00000.safetensors"
     (folder / name).write_bytes(content)
     facts = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
-    forged(folder, files=checkpoint.read_manifest(folder)["files"] | {name: facts})
+    forged(folder, files=manifest.read_manifest(folder)["files"] | {name: facts})
 
 
 class Payload:
@@ -196,8 +198,8 @@ def test_planted_shards_do_not_run_and_are_refused(tmp_path, shard):
         torch.save({"w": Payload(mark)}, tmp_path / "x")
         shard = (tmp_path / "x").read_bytes()
     forged_shard(folder, shard)
-    with pytest.raises(Damaged, match=r"shard-00000.safetensors"):
-        Reader(folder, check(folder))
+    with pytest.raises(CorruptCheckpoint, match=r"shard-00000.safetensors"):
+        ShardReader(folder, check(folder))
     assert not mark.exists()
 
 
@@ -213,7 +215,7 @@ def test_planted_shards_do_not_run_and_are_refused(tmp_path, shard):
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path, name, said):
     folder = make(tmp_path)
     forged(folder, files={name: {"bytes": 1, "xxh3_128": ""}})
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(CorruptCheckpoint, match=said):
         check(folder)
 
 
@@ -222,7 +224,7 @@ def test_a_shard_is_no_link(tmp_path):
     shard = folder / "shard-00000.safetensors"
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Damaged, match="is no file of its own"):
+    with pytest.raises(CorruptCheckpoint, match="is no file of its own"):
         check(folder)
 
 
@@ -232,14 +234,14 @@ def test_a_shard_is_no_link(tmp_path):
 def test_manifests_that_are_none(tmp_path, text):
     folder = make(tmp_path)
     (folder / "manifest.json").write_text(text)
-    with pytest.raises(Damaged, match=r"manifest.json: is damaged"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json: is damaged"):
         check(folder)
 
 
 def test_a_manifest_as_large_as_a_disk_is_not_read(tmp_path):
     folder = make(tmp_path)
     os.truncate(folder / "manifest.json", 2**40)  # sparse
-    with pytest.raises(Damaged, match=r"which none has"):
+    with pytest.raises(CorruptCheckpoint, match=r"which none has"):
         check(folder)
 
 
@@ -249,7 +251,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     flip(make(tmp_path, 7) / "shard-00000.safetensors", random.Random(0))
     (tmp_path / "step-0").mkdir()  # half of one
     (tmp_path / "notes.txt").write_text("mine")
-    checkpoint.prune(tmp_path, keep=2)
+    folders.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-2", "step-6", "step-7"]
 
 
@@ -263,7 +265,7 @@ def test_sweeping_takes_temporaries_alone(tmp_path):
     (tmp_path / "step-40.tmp-dead").mkdir()
     (tmp_path / "step-20.tmp-removed").mkdir()
     (tmp_path / "written.tmp-123").touch()
-    checkpoint.sweep(tmp_path)
+    folders.delete_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-20"]
 
 
@@ -285,7 +287,7 @@ def test_killed_at_any_call_a_whole_one_is_left(tmp_path, call):
 
             setattr(os, name, or_die)
         make(tmp_path, 3)
-        checkpoint.prune(tmp_path, keep=2)
+        folders.prune(tmp_path, keep=2)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -9, "there are fewer calls than this"

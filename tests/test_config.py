@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gearbox.config import ROOT, Recipe, UserError, load_recipe, recipe_keys
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.errors import UserError
 
 TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
 # What recipes/tiny.yaml chooses; everything else in it shows the schema's default.

@@ -17,8 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from gearbox import corpus, data, forms, preview, sources, supervision
-from gearbox.config import ROOT, Recipe, UserError, load_recipe
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Recipe
+from gearbox.data import corpus, loss_mask, row_formats, sampler, sources, splits
+from gearbox.errors import UserError
+from gearbox.reporting import plan
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hé €  \n"}]
 BYE = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "bye"}]
@@ -42,17 +46,17 @@ def recipe_of(path, *overrides: str) -> Recipe:
     return load_recipe(ROOT / "recipes/tiny.yaml", [f"data.path={path}", "eval.fraction=0", *overrides])
 
 
-def read(tokenizer, path, *overrides: str) -> corpus.Corpus:
-    return corpus.of_recipe(recipe_of(path, *overrides), tokenizer, tell=lambda _: None)[0]
+def read(tokenizer, path, *overrides: str) -> corpus.MappedCorpus:
+    return corpus.load_corpora(recipe_of(path, *overrides), tokenizer, tell=lambda _: None)[0]
 
 
-def arranged(tokenizer, path, *overrides: str) -> tuple[corpus.Corpus, data.Prepared]:
+def arranged(tokenizer, path, *overrides: str) -> tuple[corpus.MappedCorpus, splits.TrainingRows]:
     recipe = recipe_of(path, *overrides)
-    documents, evaluated = corpus.of_recipe(recipe, tokenizer, tell=lambda _: None)
-    return documents, data.arrange(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
+    return documents, splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
 
-def texts(tokenizer, found: corpus.Corpus) -> list[str]:
+def texts(tokenizer, found: corpus.MappedCorpus) -> list[str]:
     return [tokenizer.decode(found.tokens(i)) for i in range(len(found))]
 
 
@@ -112,7 +116,7 @@ def test_places_are_lines_of_the_file(tokenizer, tmp_path):
         path = write(tmp_path / kind, kind)
         found = read(tokenizer, path)
         separator = ", row " if kind == "parquet" else ":"
-        assert [found.place(i) for i in range(2)] == [f"{path}{separator}{number}" for number in numbers]
+        assert [found.location(i) for i in range(2)] == [f"{path}{separator}{number}" for number in numbers]
 
 
 def test_a_text_file_as_one_document(tokenizer, tmp_path):
@@ -189,11 +193,11 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     )
     found, prepared = arranged(tokenizer, path, "batch.row_tokens=64")
     assert [summary.form for summary in found.summaries] == ["instruction", "text"]
-    order = data.order(recipe_of(path), prepared.training)
+    order = sampler.make_sampler(recipe_of(path), prepared.training)
     first = prepared.training.group_sizes[0]
     rows = [row for step in range(50) for row in order.step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
-    assert "75.0% of a step from" in preview.facts(recipe_of(path), found, prepared, tokenizer)["rows"]
+    assert "75.0% of a step from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["rows"]
 
 
 def test_without_weights_sources_are_one_pool(tokenizer, tmp_path):
@@ -297,7 +301,7 @@ def test_a_bad_line_is_named_by_file_line_and_field(tokenizer, tmp_path, cache, 
 
     found, prepared = arranged(tokenizer, path, "data.on_bad_row=skip")
     assert len(found) == 2 and prepared.num_read == 3
-    assert [entry.place for entry in prepared.dropped] == [f"{path}:2"]
+    assert [entry.location for entry in prepared.dropped] == [f"{path}:2"]
     assert prepared.dropped[0].reason.startswith(said)
 
 
@@ -376,21 +380,21 @@ def test_one_empty_file_among_others_is_said_or_counted(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"b\.jsonl:1: the file is empty"):
         read(tokenizer, tmp_path)
     _, prepared = arranged(tokenizer, tmp_path, "data.on_bad_row=skip")
-    assert [(entry.place, entry.reason) for entry in prepared.dropped] == [
+    assert [(entry.location, entry.reason) for entry in prepared.dropped] == [
         (f"{tmp_path}/b.jsonl:1", "the file is empty")
     ]
 
 
 def test_a_file_that_changes_while_it_is_read(tokenizer, tmp_path, cache, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(50)])
-    usual = supervision.Encoder.encode
+    usual = loss_mask.ChatTokenizer.encode
 
     def encode_slowly(self, documents):
         with path.open("a") as file:
             file.write('{"text": "late"}\n')
         return usual(self, documents)
 
-    monkeypatch.setattr(supervision.Encoder, "encode", encode_slowly)
+    monkeypatch.setattr(loss_mask.ChatTokenizer, "encode", encode_slowly)
     with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was read; run again when it is complete"):
         read(tokenizer, path)
     assert not list(cache.glob("*[!k]"))
@@ -516,7 +520,7 @@ def test_nulls_that_parquet_adds_are_no_fields(tokenizer, tmp_path):
 # --------------------------------------------------------------------------- what becomes of the documents
 
 
-def add_up(prepared: data.Prepared) -> None:
+def add_up(prepared: splits.TrainingRows) -> None:
     held_out = prepared.held_out.num_documents if prepared.held_out.documents is prepared.training.documents else 0
     assert prepared.num_read == prepared.training.num_documents + held_out + len(prepared.dropped)
 
@@ -568,7 +572,7 @@ def test_no_copy_of_a_held_out_document_is_trained_on_in_whatever_order(tokenize
         path = jsonl(tmp_path / f"{name}.jsonl", order)
         found, prepared = arranged(tokenizer, path, "eval.fraction=0.3")
         sides = [
-            [found.tokens(i).tobytes() for i in rows.pieces.document] for rows in (prepared.training, prepared.held_out)
+            [found.tokens(i).tobytes() for i in rows.chunks.document] for rows in (prepared.training, prepared.held_out)
         ]
         assert not {*sides[0]} & {*sides[1]} and min(map(len, sides)) > 20
         add_up(prepared)
@@ -583,7 +587,7 @@ def test_documents_that_differ_behind_the_cut_alone_are_copies(tokenizer, tmp_pa
     for row_tokens, copies in ((32, 360), (64, 0)):
         found, prepared = arranged(tokenizer, path, f"batch.row_tokens={row_tokens}", "eval.fraction=0.3")
         sides = [
-            {found.tokens(i)[:row_tokens].tobytes() for i in rows.pieces.document}
+            {found.tokens(i)[:row_tokens].tobytes() for i in rows.chunks.document}
             for rows in (prepared.training, prepared.held_out)
         ]
         assert not sides[0] & sides[1] and all(sides)
@@ -595,10 +599,10 @@ def test_evaluation_on_a_file_of_its_own(tokenizer, tmp_path):
     other = jsonl(tmp_path / "b.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in (3, 4, 99)])
     found, prepared = arranged(tokenizer, path, f"eval.path={other}")
     assert prepared.held_out.num_documents == 3 and prepared.training.num_documents == 18
-    assert [(e.place, e.reason) for e in prepared.dropped] == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
+    assert [(e.location, e.reason) for e in prepared.dropped] == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
     add_up(prepared)
     assert {sample.question for sample in prepared.samples} <= {"q3", "q4", "q99"} and prepared.samples
-    told = preview.facts(recipe_of(path), found, prepared, tokenizer)["documents"]
+    told = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
     assert told == "20 read = 18 trained + 0 held out + 2 dropped (2 also in eval.path); evaluated on 3 of eval.path"
 
 
@@ -612,8 +616,8 @@ def test_what_is_not_evaluated_on_is_told_too(tokenizer, tmp_path):
     other = jsonl(tmp_path / "b.jsonl", rows)
     settings = (f"eval.path={other}", "data.on_bad_row=skip", "batch.row_tokens=32")
     found, prepared = arranged(tokenizer, path, *settings)
-    assert [entry.place for entry in prepared.dropped_of_evaluation] == [f"{other}:2", f"{other}:3"]
-    told = preview.facts(recipe_of(path), found, prepared, tokenizer)["documents"]
+    assert [entry.location for entry in prepared.dropped_of_evaluation] == [f"{other}:2", f"{other}:3"]
+    told = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
     assert told.endswith(
         "evaluated on 1 of eval.path, 2 dropped (1 output: is empty; 1 no supervised token before the cut)"
     )
@@ -658,7 +662,7 @@ def test_blank_results_and_blank_words_beside_a_call_are_usual():
         *BYE[:1], {"role": "assistant", "content": "\n\n", "tool_calls": [{"function": call}]},
         {"role": "tool", "content": "\n"}, *BYE[1:],
     ]  # fmt: skip
-    found = forms.read({"messages": turns}, forms.Names("messages", {}, {}))
+    found = row_formats.read({"messages": turns}, row_formats.FieldNames("messages", {}, {}))
     assert [turn["content"] for turn in found.turns] == ["b", "\n\n", "\n", "bye"]
 
 
@@ -676,7 +680,7 @@ def test_samples_are_held_out_questions_with_the_prompt_that_was_trained(tokeniz
     records = [{"instruction": f"q{i}", "output": f"a{i}"} for i in range(60)]
     _, prepared = arranged(tokenizer, jsonl(tmp_path / "a.jsonl", records * 2), "eval.fraction=0.3", "eval.samples=5")
     assert len({sample.question for sample in prepared.samples}) == 5
-    held = {int(i) % 60 for i in prepared.held_out.pieces.document}
+    held = {int(i) % 60 for i in prepared.held_out.chunks.document}
     for sample in prepared.samples:
         assert int(sample.question[1:]) in held and sample.answer == sample.question.replace("q", "a")
         assert tokenizer.decode(sample.prompt) == f"<|user|>{sample.question}<|end|><|assistant|>"
@@ -688,7 +692,7 @@ def test_a_template_without_an_end_of_turn_gets_a_hint(tmp_path):
         other = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
         other.chat_template = other.chat_template.replace("<|end|>", ending)
         found, prepared = arranged(other, path)
-        assert ("hint" in preview.facts(recipe_of(path), found, prepared, other)) == hinted
+        assert ("hint" in plan.data_facts(recipe_of(path), found, prepared, other)) == hinted
 
 
 # --------------------------------------------------------------------------- the cache
@@ -696,8 +700,8 @@ def test_a_template_without_an_end_of_turn_gets_a_hint(tmp_path):
 
 def count_encoded(monkeypatch) -> list[int]:
     counts: list[int] = []
-    usual = supervision.Encoder.encode
-    monkeypatch.setattr(supervision.Encoder, "encode", lambda self, d: counts.append(len(d)) or usual(self, d))
+    usual = loss_mask.ChatTokenizer.encode
+    monkeypatch.setattr(loss_mask.ChatTokenizer, "encode", lambda self, d: counts.append(len(d)) or usual(self, d))
     return counts
 
 
@@ -712,7 +716,7 @@ def test_what_was_tokenized_is_not_tokenized_again(tokenizer, tmp_path, monkeypa
     renamed = read(tokenizer, moved)
     assert counts == [3], "rows, splits and names do not matter"
     assert texts(tokenizer, again) == texts(tokenizer, renamed) == texts(tokenizer, first)
-    assert renamed.place(2) == f"{moved}:3"
+    assert renamed.location(2) == f"{moved}:3"
 
 
 @pytest.mark.parametrize("change", ["content", "supervise", "template", "special", "code"])
@@ -732,8 +736,8 @@ def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monk
         other.add_special_tokens({"eos_token": "<|pad|>"})
     else:
         copy = tmp_path / "forms.py"
-        copy.write_text(Path(forms.__file__).read_text() + "\n")
-        monkeypatch.setattr(forms, "__file__", str(copy))
+        copy.write_text(Path(row_formats.__file__).read_text() + "\n")
+        monkeypatch.setattr(row_formats, "__file__", str(copy))
     read(other, path, *overrides)
     assert counts == [3, 3]
 
@@ -743,12 +747,12 @@ def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_p
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
     found = []
     waiting = threading.Thread(
-        target=lambda: found.append(corpus.of_recipe(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0])
+        target=lambda: found.append(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0])
     )
     waiting.start()
     time.sleep(0.3)
     assert waiting.is_alive() and counts == []
-    built = corpus.of_recipe(recipe, tokenizer, is_builder=True, tell=lambda _: None)[0]
+    built = corpus.load_corpora(recipe, tokenizer, is_builder=True, tell=lambda _: None)[0]
     waiting.join(30)
     assert counts == [3] and texts(tokenizer, found[0]) == texts(tokenizer, built)
 
@@ -761,7 +765,7 @@ def test_a_tokenizer_whose_file_asks_for_a_cut_has_one_key_on_every_rank(tmp_pat
     for is_builder in (True, False):
         cutting = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
         cutting.backend_tokenizer.enable_truncation(max_length=8)
-        both = corpus.of_recipe(recipe_of(path, f"eval.path={other}"), cutting, is_builder, tell=lambda _: None)
+        both = corpus.load_corpora(recipe_of(path, f"eval.path={other}"), cutting, is_builder, tell=lambda _: None)
         keys.append([found.key for found in both])
         assert [int(found.lengths[0]) for found in both] == [301, 301]
     assert keys[0] == keys[1]
@@ -771,7 +775,7 @@ def test_a_rank_that_nobody_builds_for_builds_itself(tokenizer, tmp_path, monkey
     """It has read other data than the builder; that is told once all ranks can compare."""
     monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0.2)
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
-    assert len(corpus.of_recipe(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
+    assert len(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
 
 
 def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
@@ -788,7 +792,7 @@ def test_a_waiting_rank_ends_with_its_launcher(tokenizer, tmp_path, monkeypatch)
     parents = chain([os.getppid(), os.getppid()], repeat(1))
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     with pytest.raises(RuntimeError, match="the launcher has ended"):
-        corpus.of_recipe(recipe, tokenizer, is_builder=False)
+        corpus.load_corpora(recipe, tokenizer, is_builder=False)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, cache):

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from documents import Made, random_documents
-from gearbox.config import UserError
-from gearbox.data import IGNORED, SLOTS, Order, chain_hash, cut, deal, fullest_rows, make_step, pack
+from gearbox.data.batches import IGNORE_INDEX, chain_hash, fullest_rows, make_step_batch, micro_batches_of
+from gearbox.data.packing import chunk_documents, pack
+from gearbox.data.sampler import SLOTS, Sampler
+from gearbox.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
@@ -55,13 +57,13 @@ def test_rows_of_a_long_tailed_set_are_full(seed, row_tokens):
 @given(LENGTHS, st.integers(8, 40), st.sampled_from(["truncate", "split", "drop"]))
 def test_cutting_loses_and_doubles_nothing(lengths, row_tokens, long):
     made = random_documents(lengths)
-    pieces = cut(made, row_tokens, [long])
+    pieces = chunk_documents(made, row_tokens, [long])
     assert pieces.length.max(initial=0) <= row_tokens
     found = {}
     for document, start, length, targets in zip(*vars(pieces).values(), strict=True):
         assert start == len(found.setdefault(document, []))
         found[document] += made.tokens(document)[start : start + length].tolist()
-        assert targets == made.supervised(document)[start + 1 : start + length].sum()
+        assert targets == made.loss_mask(document)[start + 1 : start + length].sum()
     for document, length in enumerate(lengths):
         kept = {"truncate": row_tokens, "split": length, "drop": length if length <= row_tokens else 0}[long]
         assert found.get(document, []) == made.tokens(document)[:kept].tolist()
@@ -79,7 +81,7 @@ def test_every_token_is_in_the_batches_once(lengths, packing):
         batch = rows.batch([row])
         inside = batch["document_ids"] >= 0
         seen.update(zip(batch["document_ids"][inside].tolist(), batch["input_ids"][inside].tolist(), strict=True))
-        assert rows.targets[row] == (batch["labels"] != IGNORED).sum()
+        assert rows.targets[row] == (batch["labels"] != IGNORE_INDEX).sum()
         assert rows.num_tokens[row] == inside.sum()
     assert seen == Counter((i, token) for i in range(len(made)) for token in made.tokens(i).tolist())
 
@@ -92,10 +94,10 @@ def test_labels_and_positions_stay_inside_their_document():
     for i, members in enumerate([*(rows.row(row) for row in range(len(rows))), []]):
         columns = []  # token, position, label, document
         for index in members:
-            tokens, trained = made.tokens(index).tolist(), made.supervised(index)
-            labels = [tokens[t] if trained[t] else IGNORED for t in range(1, len(tokens))] + [IGNORED]
+            tokens, trained = made.tokens(index).tolist(), made.loss_mask(index)
+            labels = [tokens[t] if trained[t] else IGNORE_INDEX for t in range(1, len(tokens))] + [IGNORE_INDEX]
             columns += zip(tokens, range(len(tokens)), labels, [index] * len(tokens), strict=True)
-        columns += [(1, position, IGNORED, -1) for position in range(16 - len(columns))]
+        columns += [(1, position, IGNORE_INDEX, -1) for position in range(16 - len(columns))]
         names = ("input_ids", "position_ids", "labels", "document_ids")
         assert torch.stack([batch[name][i] for name in names], 1).tolist() == [list(column) for column in columns]
 
@@ -105,7 +107,7 @@ def test_what_is_padding_is_told_by_its_place_not_by_its_token():
     end = 2
     made = Made([[5, 6, end], [7, end]], [[0, 1, 1], [0, 1]])
     labels = made.rows(8, pad_token=end).batch([0])["labels"]
-    assert labels.tolist() == [[6, end, IGNORED, end, IGNORED, IGNORED, IGNORED, IGNORED]]
+    assert labels.tolist() == [[6, end, IGNORE_INDEX, end, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]
 
 
 def test_without_packing_a_batch_is_as_wide_as_its_longest_document():
@@ -136,7 +138,7 @@ def test_the_fullest_rows_are_those_with_most_documents():
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
 def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
     lengths = np.arange(num_rows) * 7 % 11 if by_length else None
-    order = Order([num_rows], rows_per_step, seed, lengths=lengths)
+    order = Sampler([num_rows], rows_per_step, seed, lengths=lengths)
     num_steps = -(-2 * num_rows // rows_per_step)
     hashes = set()
     for ranks in (1, 2, 3, 4, 8):
@@ -144,7 +146,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
             consumed, chain = [], ""
             for step in range(num_steps):
                 row_ids = order.step(step)
-                shares = [deal(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
+                shares = [micro_batches_of(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
                 dealt = [row for share in shares for micro in share for row in micro if row is not None]
                 assert Counter(dealt) == Counter(row_ids)
                 consumed += row_ids
@@ -159,7 +161,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
-    dealt = [deal(list(range(num_rows)), rank, ranks, micro_rows) for rank in range(ranks)]
+    dealt = [micro_batches_of(list(range(num_rows)), rank, ranks, micro_rows) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
     assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round is all empty"
@@ -168,30 +170,30 @@ def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
 def test_a_step_counts_the_whole_on_every_rank():
     rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
-    shares = [make_step(rows, row_ids, rank, 2, 1) for rank in range(2)]
+    shares = [make_step_batch(rows, row_ids, rank, 2, 1) for rank in range(2)]
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
     micro_batches = [micro for share in shares for micro in share.micro_batches]
-    assert sum(int((micro["labels"] != IGNORED).sum()) for micro in micro_batches) == shares[0].num_targets > 0
+    assert sum(int((micro["labels"] != IGNORE_INDEX).sum()) for micro in micro_batches) == shares[0].num_targets > 0
     assert sum(int((micro["document_ids"] >= 0).sum()) for micro in micro_batches) == shares[0].num_tokens
 
 
 def test_epochs_and_seeds_have_other_permutations():
-    epochs = [[Order([50], 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
+    epochs = [[Sampler([50], 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(map(tuple, epochs))) == 4
 
 
 @pytest.mark.parametrize("shares", [None, [3.0, 1.0]])
 def test_the_rows_of_a_step_depend_on_nothing_before_it(shares):
     sizes = [23] if shares is None else [23, 9]
-    order = Order(sizes, 6, 5, shares)
+    order = Sampler(sizes, 6, 5, shares)
     steps = [order.step(step) for step in range(60)]
-    assert Order(sizes, 6, 5, shares).step(57) == steps[57] and order.step(3) == steps[3]
+    assert Sampler(sizes, 6, 5, shares).step(57) == steps[57] and order.step(3) == steps[3]
 
 
 @given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4))
 def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(weights):
     sizes = [7, 30, 4, 11][: len(weights)]
-    order = Order(sizes, 10, 0, weights)
+    order = Sampler(sizes, 10, 0, weights)
     rows = [order.row(position) for position in range(SLOTS)]
     groups = np.searchsorted(np.cumsum(sizes), rows, side="right")
     for group, weight in enumerate(weights):
@@ -205,12 +207,12 @@ def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(wei
 
 def test_a_weight_that_would_never_be_used_is_refused():
     with pytest.raises(UserError, match="leave a source less than one row in 1,000"):
-        Order([5, 5], 2, 0, [1e-6, 1.0])
+        Sampler([5, 5], 2, 0, [1e-6, 1.0])
 
 
 def test_rows_of_similar_length_come_together():
     lengths = np.random.default_rng(0).integers(1, 1000, 640)
-    sorted_steps, shuffled = (Order([640], 8, 0, lengths=given_lengths) for given_lengths in (lengths, None))
+    sorted_steps, shuffled = (Sampler([640], 8, 0, lengths=given_lengths) for given_lengths in (lengths, None))
 
     def padding(order):
         widths = [lengths[order.step(step)] for step in range(80)]

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from gearbox.config import ROOT, recipe_keys
-from gearbox.gear import load_gear
+from gearbox import ROOT
+from gearbox.config.gear import load_gear
+from gearbox.config.recipe import recipe_keys
 
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 import doctor
-from gearbox import collectives, findings, gpus, links, machine, network
-from gearbox.config import ROOT, UserError
-from gearbox.findings import Finding
-from gearbox.gear import load_gear
+from gearbox import ROOT
+from gearbox.config.gear import load_gear
+from gearbox.doctor import comm_benchmark, comm_verdicts, finding, gpus, host, network, replica_sync
+from gearbox.doctor.finding import Finding
+from gearbox.errors import UserError
 from ranks import fork_ranks, launcher_environment
 
 HOST = os.uname().nodename
@@ -31,7 +32,7 @@ DDP = ROOT / "accelerate_configs" / "ddp.yaml"
 def examine(tmp_path, monkeypatch):
     """Run the doctor on two warm ranks: examine(plant, "--timeout", "2") -> exit codes, output, what its JSON says."""
     monkeypatch.setattr(doctor, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(collectives, "message_sizes", lambda device: [2**16])
+    monkeypatch.setattr(comm_benchmark, "message_sizes", lambda device: [2**16])
 
     def call(plant=lambda rank: None, *arguments: str, ranks: int = 2, meanwhile=lambda children: None):
         gear = load_gear(DDP, {"num_processes": str(ranks)})
@@ -63,8 +64,8 @@ def test_a_healthy_world_is_green(examine, ranks):
     of_this_machine = {"disk", "memory", "limits", "shm", "versions"}  # it may have little of them, and be busy
     assert not of_colour(told, "red") and {*of_colour(told, "yellow")} <= of_this_machine, told["findings"]
     assert told["ranks"] == [{"host": HOST, "device": "cpu"}] * ranks
-    assert set(told["bandwidths"]) == set(collectives.COLLECTIVES)
-    assert [link["ranks"] for link in told["links"]] == [list(pair) for pair in collectives.pairs([HOST] * ranks)]
+    assert set(told["bandwidths"]) == set(comm_benchmark.COLLECTIVES)
+    assert [link["ranks"] for link in told["links"]] == [list(pair) for pair in comm_benchmark.pairs([HOST] * ranks)]
     assert {"values", "links", "gradients", "compute"} <= set(of_colour(told, "green"))
 
 
@@ -74,14 +75,14 @@ def on_rank_1(fault):
 
 def changed_model(change):
     def fault() -> None:
-        usual = links.small_model
+        usual = replica_sync.small_model
 
         def changed() -> torch.nn.Module:
             model = usual()
             change(model)
             return model
 
-        links.small_model = changed
+        replica_sync.small_model = changed
 
     return on_rank_1(fault)
 
@@ -128,8 +129,8 @@ def test_a_rank_that_sends_wrong_values(examine):
 
 def test_a_slow_rank(examine):
     def fault() -> None:
-        usual = collectives._product_seconds
-        collectives._product_seconds = lambda *given: sum(usual(*given) for _ in range(20))
+        usual = comm_benchmark._product_seconds
+        comm_benchmark._product_seconds = lambda *given: sum(usual(*given) for _ in range(20))
 
     codes, _, told = examine(on_rank_1(fault))
     assert f"slow: rank 1 ({HOST}, cpu)" in of_colour(told, "yellow")["compute"]
@@ -152,7 +153,7 @@ def release(children: list[int]) -> None:
 
 def in_broadcast(act):
     """On rank 1, in the middle of the doctor's work."""
-    return on_rank_1(lambda: collectives.COLLECTIVES.update(broadcast=lambda *_: act()))
+    return on_rank_1(lambda: comm_benchmark.COLLECTIVES.update(broadcast=lambda *_: act()))
 
 
 def test_a_rank_that_dies(examine):
@@ -171,7 +172,7 @@ def test_a_rank_that_dies_where_nothing_fails_by_itself(examine, monkeypatch):
 def test_a_first_rank_that_dies(examine):
     """It would have spoken; another does."""
     fault = {"broadcast": lambda *_: os._exit(9)}
-    codes, _, told = examine(lambda rank: collectives.COLLECTIVES.update(fault) if rank == 0 else None)
+    codes, _, told = examine(lambda rank: comm_benchmark.COLLECTIVES.update(fault) if rank == 0 else None)
     assert of_colour(told, "red") == {"ranks": f"rank 0 ({HOST}) has died in broadcast of 64 KiB"}
     assert codes == [9, 1]
 
@@ -281,14 +282,14 @@ def test_one_machine_is_looked_at_without_torch(tmp_path):
 
 
 def test_versions_out_of_bounds_and_untested():
-    found = machine.installed()
-    assert [f.colour for f in machine.package_versions(found, ROOT / "pyproject.toml", ROOT / "constraints.txt")] == [
+    found = host.installed()
+    assert [f.colour for f in host.package_versions(found, ROOT / "pyproject.toml", ROOT / "constraints.txt")] == [
         "green"
     ]
 
     def told(**other: str | None) -> dict[str, str]:
         changed = {name: version for name, version in (found | other).items() if version is not None}
-        told = machine.package_versions(changed, ROOT / "pyproject.toml", ROOT / "constraints.txt")
+        told = host.package_versions(changed, ROOT / "pyproject.toml", ROOT / "constraints.txt")
         return {finding.colour: finding.text for finding in told}
 
     assert told(torch="2.9.1")["red"].startswith("torch 2.9.1 is not >=2.11 (below 2.10 a checkpoint can run code")
@@ -300,19 +301,19 @@ def test_versions_out_of_bounds_and_untested():
 
 def test_machines_that_differ():
     same = {"torch": "2.13.0", "python": "3.11.7"}
-    assert findings.differing({"node1": same, "node2": same}) is None
-    found = findings.differing({"node1": same, "node2": same, "node3": same | {"torch": "2.12.1"}})
+    assert finding.differing({"node1": same, "node2": same}) is None
+    found = finding.differing({"node1": same, "node2": same, "node3": same | {"torch": "2.12.1"}})
     assert found.colour == "red" and found.text == "torch 2.13.0 on node1, node2, 2.12.1 on node3"
-    found = findings.differing({"node1": same, "node2": {"python": "3.11.7"}})
+    found = finding.differing({"node1": same, "node2": {"python": "3.11.7"}})
     assert found.text == "torch 2.13.0 on node1, missing on node2"
 
 
 def test_what_is_the_same_on_all_machines_is_said_once():
     good, bad = Finding("green", "shm", "8 GiB"), Finding("red", "shm", "64 MiB", "give it more")
-    merged = findings.merged([("node1", [good]), ("node2", [bad]), ("node3", [good])])
+    merged = finding.merged([("node1", [good]), ("node2", [bad]), ("node3", [good])])
     assert [(f.colour, f.hosts) for f in merged] == [("green", ("node1", "node3")), ("red", ("node2",))]
-    assert findings.lines(merged[1]) == ["red     shm         node2: 64 MiB", f"{'':<19} -> give it more"]
-    assert [f.hosts for f in findings.merged([("node1", [good]), ("node2", [good])])] == [()]
+    assert finding.lines(merged[1]) == ["red     shm         node2: 64 MiB", f"{'':<19} -> give it more"]
+    assert [f.hosts for f in finding.merged([("node1", [good]), ("node2", [good])])] == [()]
 
 
 @pytest.mark.parametrize(
@@ -419,67 +420,67 @@ def test_topologies():
 def test_the_memory_of_a_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text(str(2**30))
-    assert machine._cgroup_room(tmp_path) is None
+    assert host._cgroup_room(tmp_path) is None
     (tmp_path / "memory.max").write_text(str(4 * 2**30))
-    assert machine._cgroup_room(tmp_path) == 3 * 2**30
-    monkeypatch.setattr(machine, "_cgroup_room", lambda: 3 * 2**30)
-    assert machine.memory(1).colour == "green"
-    assert "3 GiB free of the container's limit for 2 ranks" in machine.memory(2).text
+    assert host._cgroup_room(tmp_path) == 3 * 2**30
+    monkeypatch.setattr(host, "_cgroup_room", lambda: 3 * 2**30)
+    assert host.memory(1).colour == "green"
+    assert "3 GiB free of the container's limit for 2 ranks" in host.memory(2).text
 
 
 def test_operations_that_would_be_compiled(monkeypatch, tmp_path):
     gear = load_gear(ROOT / "accelerate_configs" / "zero3_nvme.yaml")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(machine, "_header", lambda name: True)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert [finding.colour for finding in machine.operations(gear, 0)] == ["green"]
-    monkeypatch.setattr(machine, "_header", lambda name: False)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host, "_header", lambda name: True)
+    monkeypatch.setattr(host.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert [finding.colour for finding in host.operations(gear, 0)] == ["green"]
+    monkeypatch.setattr(host, "_header", lambda name: False)
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    (found,) = machine.operations(gear, 1)
+    (found,) = host.operations(gear, 1)
     assert found.colour == "red"
     assert found.text.endswith("async_io, but there is no a C++ compiler, no libaio's headers, no nvcc")
     (tmp_path / "async_io.so").touch()
-    assert [finding.colour for finding in machine.operations(gear, 1)] == ["green"]
+    assert [finding.colour for finding in host.operations(gear, 1)] == ["green"]
     forced = json.loads((ROOT / "ds_configs" / "zero3_offload.json").read_text())
     (tmp_path / "forced.json").write_text(json.dumps(forced | {"zero_force_ds_cpu_optimizer": True}))
     flags = {"deepspeed_config_file": str(tmp_path / "forced.json")}
     assert load_gear(ROOT / "accelerate_configs" / "zero3_offload.yaml", flags).compiled == ["cpu_adam"]
-    assert [*machine.operations(load_gear(DDP), 1)] == []
-    assert [*machine.operations(load_gear(ROOT / "accelerate_configs" / "zero3_offload.yaml"), 1)] == []
+    assert [*host.operations(load_gear(DDP), 1)] == []
+    assert [*host.operations(load_gear(ROOT / "accelerate_configs" / "zero3_offload.yaml"), 1)] == []
 
 
 # ----------------------------------------------------------------------- clusters that are not here
 
 
 def test_which_links_are_measured():
-    assert len(collectives.pairs(["a"] * 8 + ["b"] * 8)) == 16 * 15 // 2
-    many = collectives.pairs([f"node{rank // 8}" for rank in range(64)])
+    assert len(comm_benchmark.pairs(["a"] * 8 + ["b"] * 8)) == 16 * 15 // 2
+    many = comm_benchmark.pairs([f"node{rank // 8}" for rank in range(64)])
     assert {(rank, rank + 1) for rank in range(63)} <= {*many}
     assert len(many) == 63 + 8 * 7 // 2  # the first ranks of two machines are no neighbours
 
 
 def test_a_slow_link_and_a_slow_card():
     hosts = ["node1"] * 4 + ["node2"] * 4
-    rates = {pair: (5e-6, 300e9) for pair in collectives.pairs(hosts) if hosts[pair[0]] == hosts[pair[1]]}
-    between = {pair: (2e-5, 40e9) for pair in collectives.pairs(hosts) if hosts[pair[0]] != hosts[pair[1]]}
-    assert {f.colour for f in collectives.judge_links(rates | between, hosts, (0.5, 0.5))} == {"green"}
+    rates = {pair: (5e-6, 300e9) for pair in comm_benchmark.pairs(hosts) if hosts[pair[0]] == hosts[pair[1]]}
+    between = {pair: (2e-5, 40e9) for pair in comm_benchmark.pairs(hosts) if hosts[pair[0]] != hosts[pair[1]]}
+    assert {f.colour for f in comm_verdicts.judge_links(rates | between, hosts, (0.5, 0.5))} == {"green"}
     slow = rates | between | {(1, 2): (5e-6, 20e9)} | {pair: (2e-5, 9e9) for pair in between if 6 in pair}
-    within, outside = collectives.judge_links(slow, hosts, (0.5, 0.5))
+    within, outside = comm_verdicts.judge_links(slow, hosts, (0.5, 0.5))
     assert within.colour == "yellow" and within.text.endswith("slow: 1-2 (node1) 20 GB/s")
     assert outside.text.endswith("every link of rank 6 (node2) is")
     devices = [f"cuda:{rank % 4} NVIDIA H100" for rank in range(8)]
-    found = collectives.judge_speeds([700e12] * 7 + [480e12], hosts, devices)
+    found = comm_verdicts.judge_speeds([700e12] * 7 + [480e12], hosts, devices)
     assert found.colour == "yellow" and "slow: rank 7 (node2, cuda:3 NVIDIA H100) 480 TFLOP/s" in found.text
-    assert collectives.judge_speeds([700e12] * 7 + [500e12], hosts, devices).colour == "green"
-    two = collectives.judge_speeds([480e12, 700e12], hosts[:2], devices[:2])  # the median of two would hide it
+    assert comm_verdicts.judge_speeds([700e12] * 7 + [500e12], hosts, devices).colour == "green"
+    two = comm_verdicts.judge_speeds([480e12, 700e12], hosts[:2], devices[:2])  # the median of two would hide it
     assert two.colour == "yellow" and "slow: rank 0" in two.text
 
 
 def test_who_is_to_blame():
-    assert collectives.blame({0: [2], 1: [2], 2: [2]}, 3) == "what rank 2 sent came wrong on ranks 0, 1, 2"
-    assert "rank 2 received wrong values (of ranks all)" in collectives.blame({2: [0, 1, 2]}, 3)
-    assert collectives.blame({0: [1], 1: [0]}, 2) == "from 1 to 0; from 0 to 1"
+    assert comm_verdicts.likely_culprit({0: [2], 1: [2], 2: [2]}, 3) == "what rank 2 sent came wrong on ranks 0, 1, 2"
+    assert "rank 2 received wrong values (of ranks all)" in comm_verdicts.likely_culprit({2: [0, 1, 2]}, 3)
+    assert comm_verdicts.likely_culprit({0: [1], 1: [0]}, 2) == "from 1 to 0; from 0 to 1"
 
 
 # ----------------------------------------------------------------------- a training loop of one's own
@@ -521,15 +522,15 @@ def test_gradients_that_are_not_finite_or_not_averaged():
             model.weight.fill_(1)
             model.bias.fill_(0)
         model(torch.full((1, 3), 1.0 + rank)).sum().backward()
-        told = [gradient.problem for gradient in links.check_gradients(model.named_parameters(), averaged=True)]
+        told = [gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters(), averaged=True)]
         assert told == ["after averaging rank 1 has another gradient than the others", ""], told
-        checked = links.check_gradients(model.named_parameters())
+        checked = replica_sync.check_gradients(model.named_parameters())
         assert [gradient.problem for gradient in checked] == ["", ""]
         assert checked[0].before == pytest.approx([3**0.5, 2 * 3**0.5])
         assert checked[0].after == pytest.approx([1.5 * 3**0.5] * 2)
         if rank == 1:
             model.bias.grad.fill_(float("nan"))
-        told = [gradient.problem for gradient in links.check_gradients(model.named_parameters())]
+        told = [gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters())]
         assert told == ["", "the gradient of rank 1 is not finite"], told
 
     codes, output = fork_ranks(2, {}, work)
@@ -540,4 +541,4 @@ def test_shards_are_refused():
     model = torch.nn.Linear(2, 2)
     model.weight.device_mesh = "a mesh"
     with pytest.raises(UserError, match="weight: is cut over ranks"):
-        links.check_parameters(model)
+        replica_sync.check_parameters(model)

@@ -15,9 +15,13 @@ import pytest
 
 import ledger
 import train as script
-from gearbox import checkpoint, command, data, evaluation, metrics, saving, watch
-from gearbox.progress import Progress
-from gearbox.staging import Staging
+from gearbox.checkpoint import checkpointer, folders
+from gearbox.checkpoint.staging import Staging
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.data import batches, sampler, splits
+from gearbox.launch import outcome, watchdog
+from gearbox.reporting import metrics
+from gearbox.training import evaluation
 from test_resume import count_steps
 
 STEPS = ("schedule.name=constant", "save.every=2", "train.steps=8", "run.name=x")
@@ -27,8 +31,8 @@ NUM_ROWS = 101  # of the chats, in rows of 128 tokens
 @pytest.fixture
 def books(tmp_path, monkeypatch):
     """Every rank forked from here on keeps a ledger; returns what reads them, and begins new ones."""
-    monkeypatch.setattr(data, "make_step", data.make_step)  # put back afterwards
-    monkeypatch.setattr(Progress, "advance", Progress.advance)
+    monkeypatch.setattr(batches, "make_step_batch", batches.make_step_batch)  # put back afterwards
+    monkeypatch.setattr(TrainState, "advance", TrainState.advance)
     ledger.install()
 
     def begin(name: str):
@@ -97,14 +101,14 @@ def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
             train("single", *STEPS, f"run.name={name}")
         return ledger.problems(kept(), expected, 1, 8, NUM_ROWS)
 
-    from gearbox import runs
+    from gearbox.training import run_folder
 
     assert interrupted("well") == []
     ahead = classmethod(lambda cls, saved: cls(**saved | {"step": saved["step"] + 1}))
-    assert any("instead of" in problem for problem in interrupted("ahead", load=((Progress, "from_json"), ahead)))
-    forgetful = interrupted("forgetful", load=((runs.Run, "restore"), lambda *_: None))
+    assert any("instead of" in problem for problem in interrupted("ahead", load=((TrainState, "from_json"), ahead)))
+    forgetful = interrupted("forgetful", load=((run_folder.Run, "restore"), lambda *_: None))
     assert any("instead of" in problem for problem in forgetful)
-    again = interrupted("again", load=((data.Order, "step"), lambda self, step: list(range(6))))
+    again = interrupted("again", load=((sampler.Sampler, "step"), lambda self, step: list(range(6))))
     assert any("trained other rows" in problem for problem in again)
     assert any("rows came twice" in problem for problem in again)
 
@@ -146,11 +150,11 @@ def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
         if phase.endswith("step"):
             here.setattr(script, "train_step", at_step(1 if "first" in phase else 8, act))
         elif phase == "evaluating":
-            here.setattr(evaluation, "make_step", before(evaluation.make_step))
+            here.setattr(evaluation, "make_step_batch", before(evaluation.make_step_batch))
         elif phase == "saving":
             here.setattr(Staging, "write", before(Staging.write))
         else:
-            here.setattr(data, "make_step", before(data.make_step))
+            here.setattr(batches, "make_step_batch", before(batches.make_step_batch))
         outcome = train("ddp", *given, ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     status = json.loads((outcome.folder / "status.json").read_text())
@@ -169,7 +173,7 @@ def test_before_there_is_anything_to_save_it_ends_at_once(train, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 
-    monkeypatch.setattr(data, "arrange", term)
+    monkeypatch.setattr(splits, "split_and_pack", term)
     started = time.monotonic()
     outcome = train("single", *STEPS)
     assert outcome.codes == [85] and time.monotonic() - started < 25
@@ -181,10 +185,10 @@ def test_after_the_last_step_what_is_saved_stays(train, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 
-    from gearbox import model
+    from gearbox.model import export
 
     with monkeypatch.context() as here:
-        here.setattr(model, "save", term)
+        here.setattr(export, "save", term)
         outcome = train("single", *STEPS)
     assert outcome.codes == [85]
     last = train("single", *STEPS)
@@ -225,15 +229,15 @@ def test_a_rank_that_is_stopped(train, monkeypatch):
 
 
 def test_a_rank_that_is_late(train, monkeypatch):
-    usual = data.make_step
+    usual = batches.make_step_batch
 
     def sleeping(rows, row_ids, rank, *rest):
-        if rank == 1 and Progress.now == 3:
+        if rank == 1 and TrainState.now == 3:
             time.sleep(60)
         return usual(rows, row_ids, rank, *rest)
 
     count_steps(monkeypatch)
-    monkeypatch.setattr(data, "make_step", sleeping)
+    monkeypatch.setattr(batches, "make_step_batch", sleeping)
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert outcome.codes == [1, 1], outcome.output
     assert "rank 1 is late: in step 3, rows, while the others are in step 3, micro batch" in outcome.output
@@ -241,16 +245,16 @@ def test_a_rank_that_is_late(train, monkeypatch):
 
 
 def test_a_collective_that_one_rank_calls_alone(train, monkeypatch):
-    from gearbox import backend
+    from gearbox.distributed import process_group
 
-    monkeypatch.setattr(script, "train_step", at_step(4, lambda *_: backend.agree([1] * 7), 1))
+    monkeypatch.setattr(script, "train_step", at_step(4, lambda *_: process_group.sum_over_ranks([1] * 7), 1))
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert set(outcome.codes) == {1}, outcome.output
     assert "Traceback" in outcome.output or "every stack lies in" in outcome.output
 
 
 def test_without_the_watch_a_hang_would_last(train, monkeypatch):
-    monkeypatch.setattr(watch.Watch, "_hang", lambda self: None)
+    monkeypatch.setattr(watchdog.Watchdog, "_hang", lambda self: None)
     stop = at_step(4, lambda *_: os.kill(os.getpid(), signal.SIGSTOP), 1)
     monkeypatch.setattr(script, "train_step", stop)
     ended = []
@@ -323,7 +327,7 @@ def test_too_many_in_a_row_end_the_run_with_their_rows(train, monkeypatch):
 
 
 def test_spikes_are_marked():
-    progress = Progress()
+    progress = TrainState()
     marks = []
     for step in range(60):
         loss = 9.0 if step in (5, 40) else 3.0 - 0.01 * step + 0.1 * (step % 3)
@@ -375,7 +379,7 @@ def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
         return usual(self, path)
 
     monkeypatch.setattr(Staging, "write", write)
-    monkeypatch.setattr(saving, "LAST_TRY_SECONDS", 1)
+    monkeypatch.setattr(checkpointer, "LAST_TRY_SECONDS", 1)
     outcome = train("ddp", *STEPS, "save.every=100", ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     assert [line["saved"] for line in outcome.lines("saved")] == [8]
@@ -400,10 +404,10 @@ def test_training_goes_on_while_a_save_is_written_and_two_never_overlap(train, t
 
     def slow(self, path):
         with marks.open("a") as file:
-            file.write(f"begin {Progress.now - 1}\n")
+            file.write(f"begin {TrainState.now - 1}\n")
             file.flush()
-            begun = Progress.now
-            while Progress.now < begun + 2 and begun < 7:  # until training has gone on by two steps
+            begun = TrainState.now
+            while TrainState.now < begun + 2 and begun < 7:  # until training has gone on by two steps
                 time.sleep(0.01)
             facts = usual(self, path)
             file.write("end\n")
@@ -421,7 +425,7 @@ def test_pruning_that_fails_leaves_the_save_a_success(train, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOTEMPTY, "not empty")
 
-    monkeypatch.setattr(checkpoint, "prune", fail)
+    monkeypatch.setattr(folders, "prune", fail)
     outcome = train("single", *STEPS)
     assert outcome.codes == [0] and [line["saved"] for line in outcome.lines("saved")] == [2, 4, 6, 8]
 
@@ -436,7 +440,7 @@ def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
         return facts
 
     monkeypatch.setattr(Staging, "write", elsewhere)
-    monkeypatch.setattr(saving, "LAST_TRIES", 0)
+    monkeypatch.setattr(checkpointer, "LAST_TRIES", 0)
     outcome = train("ddp", *STEPS, ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     assert outcome.lines("saved") == []
@@ -478,8 +482,8 @@ def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_fil
 
 
 def test_the_outcome_is_what_status_json_says(tmp_path, monkeypatch):
-    monkeypatch.setenv(command.OUTCOME_FILE, str(tmp_path / "outcome"))
+    monkeypatch.setenv(outcome.OUTCOME_FILE, str(tmp_path / "outcome"))
     (tmp_path / "run").mkdir()
-    command.conclude("saved", "text", tmp_path / "run", step=3)
-    assert command.read_outcome(tmp_path / "outcome") == command.read_outcome(tmp_path / "run" / "status.json")
-    assert command.read_outcome(tmp_path / "nowhere") == {}
+    outcome.write_outcome("saved", "text", tmp_path / "run", step=3)
+    assert outcome.read_outcome(tmp_path / "outcome") == outcome.read_outcome(tmp_path / "run" / "status.json")
+    assert outcome.read_outcome(tmp_path / "nowhere") == {}

@@ -14,10 +14,14 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from gearbox import gear as gears
-from gearbox.compatibility import check_against
-from gearbox.config import ROOT, UserError, load_recipe
-from gearbox.gear import find_gear, load_gear
+from gearbox import ROOT
+from gearbox.config import gear
+from gearbox.config.compatibility import check_against
+from gearbox.config.gear import load_gear
+from gearbox.config.loader import load_recipe
+from gearbox.errors import UserError
+from gearbox.launch import launched_gear
+from gearbox.launch.launched_gear import find_gear
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
@@ -40,11 +44,11 @@ def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **ch
 def test_known_keys_are_those_that_accelerate_reads():
     parsed = {action.dest for action in launch_command_parser()._actions}
     used = set(re.findall(r"args\.(\w+)", inspect.getsource(accelerate.utils.launch)))
-    assert set(gears.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
-    assert set(gears.FSDP_KEYS) <= parsed & used
-    assert set(gears.DEEPSPEED_KEYS) <= parsed & used
+    assert set(gear.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert set(gear.FSDP_KEYS) <= parsed & used
+    assert set(gear.DEEPSPEED_KEYS) <= parsed & used
     ours = {"parallelism_config_pp_size", "parallelism_config_pp_schedule"}  # accelerate has no pipeline for training
-    assert set(gears.PARALLELISM_KEYS) - ours <= parsed
+    assert set(gear.PARALLELISM_KEYS) - ours <= parsed
     assert ours & parsed == set()
 
 
@@ -53,7 +57,7 @@ def test_known_json_keys_are_those_that_deepspeed_reads():
     patterns = ("runtime/**/*.py", "**/*config*.py", "**/constants.py")
     readers = {path for pattern in patterns for path in Path(package).glob(pattern)}
     source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
-    assert [key for key in gears.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
+    assert [key for key in gear.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
 
 
 # Engine, stage, data-parallel parts and ranks that share the weights.
@@ -87,12 +91,12 @@ def test_a_gear_on_more_ranks():
     assert (hsdp.data_parallel, hsdp.shard) == (8, 4)
     both = load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", {"num_processes": "8"})
     assert [both.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [both.evaluation_place(rank) for rank in (0, 1, 7)] == [(0, 4), (0, 4), (3, 4)]
+    assert [both.eval_shard(rank) for rank in (0, 1, 7)] == [(0, 4), (0, 4), (3, 4)]
     flags = {"num_processes": "8", "parallelism_config_tp_size": "4"}
     assert load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", flags).data_parallel == 2
     sequences = load_gear(ROOT / "accelerate_configs/ulysses.yaml", {"num_processes": "4"})
     assert [sequences.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert (sequences.shard, sequences.averaged_over, sequences.evaluation_place(3)) == (4, 4, (3, 4))
+    assert (sequences.shard, sequences.averaged_over, sequences.eval_shard(3)) == (4, 4, (3, 4))
 
 
 def test_every_shipped_json_belongs_to_a_gear():
@@ -287,7 +291,7 @@ def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, environment, 
     ],
 )
 def test_flags_of_the_launcher_are_read_in_both_spellings_and_not_behind_the_script(command, flags):
-    found = gears._flags(command.split())
+    found = launched_gear._launcher_flags(command.split())
     assert (found.get("config_file"), found.get("num_processes")) == flags
 
 
@@ -316,7 +320,7 @@ def test_json_of_the_wrong_shape_is_named(tmp_path, content, said):
 def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():
     from types import SimpleNamespace
 
-    from gearbox.compatibility import check_architecture
+    from gearbox.config.compatibility import check_architecture
 
     def said(name, flags, **changes):
         shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}

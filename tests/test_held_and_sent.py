@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as script
-from gearbox.tensors import bare_optimizer
+from gearbox.distributed.unwrap import unwrap_optimizer
 
 METHODS = {
     "full": (),
@@ -74,7 +74,7 @@ def held(step, model, optimizer, batch) -> tuple[tuple, dict]:
             parts = [t.clone() for kept in engine.averaged_gradients.values() for t in kept or () if t is not None]
         gradients.append(num_bytes(parts))
 
-    base = bare_optimizer(optimizer)
+    base = unwrap_optimizer(optimizer)
     if engine is None:
         base.register_step_pre_hook(count)
     else:
@@ -189,14 +189,14 @@ def deep(tmp_path_factory):
     """A model of whose weights nearly all lie in the layers, which are gathered twice; the outermost ones once."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from gearbox import model
-    from gearbox.config import ROOT
+    from gearbox import ROOT
+    from gearbox.model import random_init
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
-    config = model.narrowed(AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
+    config = random_init.shrink_config(AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
     config.num_hidden_layers = 12
     folder = tmp_path_factory.mktemp("deep") / "model"
-    model.write_random(config, tokenizer, 0, folder)
+    random_init.write_random(config, tokenizer, 0, folder)
     return ("run.rehearse=false", "model.init=pretrained", f"model.name={folder}")
 
 

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import launch
-from gearbox.config import ROOT
+from gearbox import ROOT
 
 sys.path.insert(0, str(ROOT / "docker"))
 from verify import canonical, differences, locked_versions

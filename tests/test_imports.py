@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gearbox.config import ROOT
+from gearbox import ROOT
 
 PARTS = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "src" / "gearbox").glob("*.py"))}
 # Every part may import config. Every other import between parts, and why.

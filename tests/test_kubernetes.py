@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 import launch
-from gearbox import command
-from gearbox.cluster import Place
-from gearbox.config import ROOT, Run
-from gearbox.gear import load_gear
+from gearbox import ROOT
+from gearbox.config.gear import load_gear
+from gearbox.config.recipe import Run
+from gearbox.launch import outcome
+from gearbox.launch.topology import Node
 from manifests import (
     JOB_NAME,
     JOBSET_NAME,
@@ -256,7 +257,7 @@ def test_the_line_is_one_that_launch_takes(rendered, job, monkeypatch):
     assert script == launch.DOCTOR, "first"
     machines, name = job["spec"]["parallelism"], job["metadata"]["name"]
     domain = job["spec"]["template"]["spec"]["subdomain"]
-    assert place == Place(machines, 1, f"{name}-0.{domain}", 29500) and machines == job["spec"]["completions"]
+    assert place == Node(machines, 1, f"{name}-0.{domain}", 29500) and machines == job["spec"]["completions"]
     assert arguments[-1] == f"run.name={domain}", "a job is a run"
     given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     gear = load_gear(Path(given["config_file"]), given)
@@ -283,17 +284,17 @@ def test_each_pod_knows_its_place():
 
 
 def test_each_end_is_what_the_document_says(job):
-    saved, failed, refused = (command.EXIT_CODES[name] for name in ("saved", "failed", "refused"))
+    saved, failed, refused = (outcome.EXIT_CODES[name] for name in ("saved", "failed", "refused"))
     assert after_exit(job, saved) == "Ignore" and after_exit(job, saved, "DisruptionTarget") == "Ignore"
     assert after_exit(job, failed) == after_exit(job, refused) == "FailJob"
     assert after_exit(job, failed, "DisruptionTarget") == "FailJob"
-    assert after_exit(job, 137) == after_exit(job, command.EXIT_CRASHED) == "Count"
+    assert after_exit(job, 137) == after_exit(job, outcome.EXIT_CRASHED) == "Count"
     assert after_exit(job, 137, "DisruptionTarget") == "Ignore"
     told = dict(re.findall(r"^\| (\d+) \|.*\| (\w+)[^|]* \|$", DOCUMENT, re.M))
     assert {int(code): after_exit(job, int(code)) for code in told if code != "0"} == {
         int(code): action for code, action in told.items() if code != "0"
     }
-    assert set(map(int, told)) >= {*command.EXIT_CODES.values(), command.EXIT_CRASHED, 137}
+    assert set(map(int, told)) >= {*outcome.EXIT_CODES.values(), outcome.EXIT_CRASHED, 137}
     rules = job["spec"]["podFailurePolicy"]["rules"]
     values = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
     assert all(codes == sorted(set(codes)) for codes in values), "the API wants them in order"

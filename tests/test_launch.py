@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import ask
-from gearbox.config import ROOT
+from gearbox import ROOT
 from matrix import disk_operations_are_built
 
 GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))

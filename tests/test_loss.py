@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from documents import Made, random_documents
-from gearbox import loss
-from gearbox.data import IGNORED
+from gearbox.data.batches import IGNORE_INDEX
+from gearbox.model import loss, probes
 
 VOCABULARY = 193
 SMALL = {
@@ -48,7 +48,7 @@ def adapted(model: torch.nn.Module) -> torch.nn.Module:
 def batch():
     torch.manual_seed(1)
     inputs = torch.randint(1, VOCABULARY, (2, 19))
-    labels = torch.randint(1, VOCABULARY, (2, 19)).masked_fill(torch.rand(2, 19) < 0.3, IGNORED)
+    labels = torch.randint(1, VOCABULARY, (2, 19)).masked_fill(torch.rand(2, 19) < 0.3, IGNORE_INDEX)
     positions = torch.cat([torch.arange(11), torch.arange(8)]).expand(2, -1)
     return {"input_ids": inputs, "position_ids": positions, "labels": labels}
 
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch,
     monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
     untouched = make(family) if method == "full" else adapted(make(family))
     installed = deepcopy(untouched)
-    loss.install(installed)
+    loss.install_loss(installed)
 
     expected, logits = plain(untouched, batch)
     found = installed(**batch)
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch,
     with torch.no_grad():
         each, hits = installed(**batch)
         assert torch.allclose(each.sum(), expected, rtol=1e-5) and each.shape == batch["labels"].shape
-        assert not each[batch["labels"] == IGNORED].any()
+        assert not each[batch["labels"] == IGNORE_INDEX].any()
         assert torch.equal(hits, logits.argmax(-1) == batch["labels"])
         best = batch | {"labels": logits.argmax(-1)}
         assert installed(**best)[1].all()
@@ -97,7 +97,7 @@ def test_these_families_have_another_loss_without_their_scale_or_cap(monkeypatch
     right = plain(make(family), batch)[0]
     monkeypatch.setattr(loss, "_logit_shape", lambda config: (1.0, None))
     unshaped = make(family)
-    loss.install(unshaped)
+    loss.install_loss(unshaped)
     assert abs(unshaped(**batch) / right - 1) > 0.01, "the test above could not see it"
 
 
@@ -105,7 +105,7 @@ def test_these_families_have_another_loss_without_their_scale_or_cap(monkeypatch
 def test_without_labels_the_model_is_what_it_was(batch, method):
     untouched = make("Gemma2") if method == "full" else adapted(make("Gemma2"))
     installed = deepcopy(untouched)
-    loss.install(installed)
+    loss.install_loss(installed)
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     for extra in ({}, {"logits_to_keep": 1}):
         assert torch.equal(installed(**inputs, **extra).logits, untouched(**inputs, **extra).logits)
@@ -134,7 +134,7 @@ def test_the_full_logits_are_never_made(monkeypatch, training):
     inputs = {"input_ids": rows, "position_ids": torch.arange(16).expand(8, -1)}
     with Largest() as usual:
         model(**inputs, use_cache=False)
-    loss.install(model)
+    loss.install_loss(model)
     with torch.set_grad_enabled(training), Largest() as chunked:
         outcome = model(**inputs, labels=rows)
         if training:
@@ -185,13 +185,13 @@ def whole(model: torch.nn.Module, made: Made, row_tokens: int, packing: bool) ->
 
 def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_time(packed):
     model, made = packed
-    loss.install(model)
+    loss.install_loss(model)
     together, of_all = whole(model, made, 32, packing=True)
     padded, of_padded = whole(model, made, 15, packing=False)
     model.zero_grad()
     alone = []
     for index in range(len(made)):
-        one = Made([made.tokens(index).tolist()], [made.supervised(index).tolist()]).rows(15, packing=False).batch([0])
+        one = Made([made.tokens(index).tolist()], [made.loss_mask(index).tolist()]).rows(15, packing=False).batch([0])
         one.pop("document_ids")
         alone.append(model(**one))
         alone[-1].backward()
@@ -209,13 +209,13 @@ def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_ti
 def test_the_probe_sees_whether_documents_see_each_other(attention):
     model = make("Llama", attention)
     batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1, None])
-    loss.install(model)
-    assert loss.leak(model, batch, VOCABULARY) < 1e-5
+    loss.install_loss(model)
+    assert probes.packing_leak(model, batch, VOCABULARY) < 1e-5
     assert model.training
     unseparated = batch | {"position_ids": torch.arange(32).expand(3, -1)}
-    assert loss.leak(model, unseparated, VOCABULARY) > 1e-2
+    assert probes.packing_leak(model, unseparated, VOCABULARY) > 1e-2
     alone = random_documents([30, 32]).rows(32).batch([0, 1])
-    assert loss.leak(model, alone | {"position_ids": torch.arange(32).expand(2, -1)}, VOCABULARY) == 0
+    assert probes.packing_leak(model, alone | {"position_ids": torch.arange(32).expand(2, -1)}, VOCABULARY) == 0
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,6 @@ def test_the_probe_sees_what_runs_through_a_row_whatever_the_positions_say(famil
     """Convolutions and states along the row, which these families do not restart."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**SMALL | settings))
-    loss.install(model)
+    loss.install_loss(model)
     batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1])
-    assert loss.leak(model, batch, VOCABULARY) > 0.1
+    assert probes.packing_leak(model, batch, VOCABULARY) > 0.1

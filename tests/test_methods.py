@@ -8,10 +8,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gearbox import adapters, data, loss, model
-from gearbox.config import ROOT, Adapter, UserError, continued, load_recipe
-from gearbox.corpus import of_recipe
-from gearbox.optim import make_optimizer
+from gearbox import ROOT
+from gearbox.config.adapter_settings import saved_adapter_settings
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Adapter
+from gearbox.data import batches, splits
+from gearbox.data.corpus import load_corpora
+from gearbox.errors import UserError
+from gearbox.model import adapters, export, loading, loss, random_init
+from gearbox.model.optimizer import make_optimizer
 
 STEPS = 4
 GIVEN = (
@@ -38,9 +43,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
     for name, is_tied in (("tied", True), ("untied", False)):
-        config = model.narrowed(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
+        config = random_init.shrink_config(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
         config.tie_word_embeddings, config.initializer_range = is_tied, 0.2
-        model.write_random(config, tokenizer, 0, folder / name)
+        random_init.write_random(config, tokenizer, 0, folder / name)
     return folder
 
 
@@ -132,19 +137,19 @@ def test_added_tokens_are_trained(run, folder):
 @pytest.mark.parametrize("method", ["dora", "lora, tokens", "rslora, tokens, untied", "full, tokens"])
 def test_loaded_back_it_has_the_loss_that_it_was_saved_with(run, chats, folder, method):
     outcome = run("fsdp", method)
-    loaded, tokenizer = model.load_for_answers(outcome.folder / "model")
+    loaded, tokenizer = export.load_for_answers(outcome.folder / "model")
     assert tokenizer.tokenize("sort abcd") == (["sort", "Ġ", "ab", "cd"] if "tokens" in method else list("sortĠabcd"))
     assert tokenizer.decode(tokenizer("sort").input_ids, skip_special_tokens=True) == "sort"
-    loss.install(loaded)
+    loss.install_loss(loaded)
     given = ("eval.fraction=0.05", f"data.path={chats}", "batch.row_tokens=128", "eval.samples=0")
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", list(given))
-    documents, evaluated = of_recipe(recipe, tokenizer)
-    rows = data.arrange(recipe, documents, evaluated, tokenizer, True).held_out
+    documents, evaluated = load_corpora(recipe, tokenizer)
+    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, True).held_out
     batch = rows.batch(list(range(len(rows))))
     batch.pop("document_ids")
     with torch.no_grad():
         losses, _ = loaded(**batch)
-    mean = losses.sum().item() / (batch["labels"] != data.IGNORED).sum().item()
+    mean = losses.sum().item() / (batch["labels"] != batches.IGNORE_INDEX).sum().item()
     assert mean == pytest.approx(outcome.kept[2][-1], rel=1e-5)
     assert abs(mean - outcome.kept[2][0]) > 1e-3
 
@@ -198,9 +203,9 @@ def recipe_with(path, *overrides):
 
 def loaded(base, recipe):
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": str(base)})})
-    tokenizer = model.load_tokenizer(recipe.model, None, False)
+    tokenizer = loading.load_tokenizer(recipe.model, None, False)
     adapters.check_tokens(recipe, tokenizer)
-    return model.load(str(base), recipe, tokenizer, "no")
+    return loading.load(str(base), recipe, tokenizer, "no")
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(adapter, folder):
@@ -308,12 +313,12 @@ def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):
         recipe_with(adapter, "adapter.path=org/x")
     recipe = recipe_with(adapter, "adapter.path=org/x", "adapter.method=lora")
     with pytest.raises(UserError, match=r"adapter.path: 'org/x' is neither a folder here nor to be had from the hub"):
-        adapters.fetched(recipe)
+        adapters.download_adapter(recipe)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(adapter))
-    brought = adapters.fetched(recipe).adapter
-    assert brought == continued(Adapter(path=str(adapter)), adapter)
+    brought = adapters.download_adapter(recipe).adapter
+    assert brought == saved_adapter_settings(Adapter(path=str(adapter)), adapter)
     with pytest.raises(UserError, match=r"adapter\.method: is 'dora', but 'lora' in"):
-        adapters.fetched(recipe_with(adapter, "adapter.path=org/x", "adapter.method=dora"))
+        adapters.download_adapter(recipe_with(adapter, "adapter.path=org/x", "adapter.method=dora"))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +337,7 @@ def test_what_only_the_model_can_tell(folder, overrides, said):
 
 def test_padding_rows_are_taken_for_added_tokens_before_the_embedding_grows(folder):
     recipe = recipe_with(folder / "untied", "adapter.path=null", *TOKENS)
-    tokenizer = model.load_tokenizer(recipe.model, None, False)
+    tokenizer = loading.load_tokenizer(recipe.model, None, False)
     padded = transformers.AutoModelForCausalLM.from_pretrained(folder / "untied")
     padded.resize_token_embeddings(300, mean_resizing=False)
     adapters.add_tokens(padded, tokenizer, recipe.model.add_tokens)

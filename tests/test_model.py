@@ -10,8 +10,12 @@ import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file
 
-from gearbox import loss, model, tasks
-from gearbox.config import ROOT, Model, UserError, load_recipe
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Model
+from gearbox.data import builtin_tasks
+from gearbox.errors import UserError
+from gearbox.model import loading, loss, random_init
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
 TINY = Model(name=str(ROOT / "recipes/tiny"))
@@ -36,7 +40,7 @@ def caused_by(kind: type[Exception]) -> Exception:
     ],
 )
 def test_why_a_model_cannot_be_had(error, said):
-    text = str(model.unreachable("org/x", error))
+    text = str(loading.explain_load_error("org/x", error))
     assert said in text
     assert "\n" not in text
 
@@ -44,7 +48,7 @@ def test_why_a_model_cannot_be_had(error, said):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_narrowed_is_the_same_architecture(path):
     whole = transformers.AutoConfig.from_pretrained(path)
-    narrow = model.narrowed(transformers.AutoConfig.from_pretrained(path), TOKENIZER)
+    narrow = random_init.shrink_config(transformers.AutoConfig.from_pretrained(path), TOKENIZER)
     assert type(narrow) is type(whole)
     assert (narrow.num_hidden_layers, narrow.vocab_size, narrow.eos_token_id) == (2, 260, TOKENIZER.eos_token_id)
     assert narrow.tie_word_embeddings == whole.tie_word_embeddings
@@ -53,7 +57,7 @@ def test_narrowed_is_the_same_architecture(path):
 
 
 def test_the_tokenizer_of_tiny_is_what_the_code_makes(tmp_path):
-    tasks.write_tokenizer(tmp_path)
+    builtin_tasks.write_tokenizer(tmp_path)
     for file in tmp_path.iterdir():
         assert file.read_text() == (ROOT / "recipes/tiny" / file.name).read_text(), file.name
 
@@ -66,8 +70,8 @@ def test_tiny_has_one_to_five_million_weights():
 
 
 def test_random_weights_are_the_same_in_bf16(tmp_path):
-    config = model.narrowed(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), TOKENIZER)
-    model.write_random(config, TOKENIZER, 0, tmp_path / "base")
+    config = random_init.shrink_config(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), TOKENIZER)
+    random_init.write_random(config, TOKENIZER, 0, tmp_path / "base")
     made = load_file(tmp_path / "base" / "model.safetensors")
     assert len(made) > 10
     assert all(tensor.dtype == torch.float32 for tensor in made.values())
@@ -109,13 +113,15 @@ class Payload:
 
 
 def a_model(folder):
-    model.write_random(model.load_config(TINY, rehearse=False), model.load_tokenizer(TINY, None, False), 0, folder)
+    random_init.write_random(
+        loading.load_config(TINY, rehearse=False), loading.load_tokenizer(TINY, None, False), 0, folder
+    )
     return folder
 
 
 def loaded(folder):
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", [f"model.name={folder}"])
-    return model.load(str(folder), recipe, TOKENIZER, "no")
+    return loading.load(str(folder), recipe, TOKENIZER, "no")
 
 
 def test_pickled_weights_are_refused_and_do_not_run(tmp_path):
@@ -136,14 +142,14 @@ def test_code_that_comes_with_a_model_runs_only_where_the_recipe_says_so(tmp_pat
     (folder / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoConfig": "odd.Odd"}}))
     if part == "config":
         with pytest.raises(UserError, match="brings Python code of its own; read it"):
-            model.load_config(Model(name=str(folder)), rehearse=False)
+            loading.load_config(Model(name=str(folder)), rehearse=False)
         assert not mark.exists()
         with pytest.raises(UserError, match="not a causal language model"):  # its code has run, and told what it is
-            model.load_config(Model(name=str(folder), trust_remote_code=True), rehearse=False)
+            loading.load_config(Model(name=str(folder), trust_remote_code=True), rehearse=False)
         assert mark.exists()
     else:
         with suppress(UserError):
-            model.load_tokenizer(Model(name=str(folder)), None, rehearse=False)
+            loading.load_tokenizer(Model(name=str(folder)), None, rehearse=False)
         assert not mark.exists()
 
 
@@ -160,7 +166,7 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(tmp_path, escape):
     mark = tmp_path / "it-ran"
     path = tmp_path / "escape.jinja"
     path.write_text(escape.replace("MARK", str(mark)))
-    tokenizer = model.load_tokenizer(TINY, str(path), rehearse=False)
+    tokenizer = loading.load_tokenizer(TINY, str(path), rehearse=False)
     with pytest.raises(Exception, match=r"unsafe|is not safely callable|undefined|not safe"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert not mark.exists()

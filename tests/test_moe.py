@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from gearbox import loss, model
-from gearbox.config import ROOT, UserError, load_recipe
-from gearbox.data import IGNORED
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.data.batches import IGNORE_INDEX
+from gearbox.errors import UserError
+from gearbox.model import loading, loss, probes, random_init, router_loss
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
 EXPERTS, CHOSEN, LAYERS, WEIGHT = 4, 2, 2, 0.1
@@ -42,10 +44,10 @@ def family(request) -> str:
 def batch() -> dict[str, torch.Tensor]:
     """Three rows: full, padded behind its last target, without any target."""
     torch.manual_seed(1)
-    labels = torch.randint(1, 260, (3, 19)).masked_fill(torch.rand(3, 19) < 0.3, IGNORED)
-    labels[1, 11:] = IGNORED
+    labels = torch.randint(1, 260, (3, 19)).masked_fill(torch.rand(3, 19) < 0.3, IGNORE_INDEX)
+    labels[1, 11:] = IGNORE_INDEX
     labels[1, 10] = 7
-    labels[2] = IGNORED
+    labels[2] = IGNORE_INDEX
     rows = torch.randint(1, 260, (3, 19))
     return {"input_ids": rows, "labels": labels, "position_ids": torch.arange(19).repeat(3, 1)}
 
@@ -58,7 +60,7 @@ def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[t
     labels = batch["labels"]
     lost = []
     for row, targets in enumerate(labels):
-        places = (targets != IGNORED).nonzero().flatten().tolist()
+        places = (targets != IGNORE_INDEX).nonzero().flatten().tolist()
         if not places:
             continue
         tokens = range(places[-1] + 1)
@@ -77,26 +79,26 @@ def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[t
 def test_the_loss_is_cross_entropy_and_the_weighted_unbalance(family, batch, asked, checkpointing):
     entropy, unbalance = plain(make(family), batch)
     installed = make(family)
-    loss.install(installed, asked)
+    loss.install_loss(installed, asked)
     if checkpointing:
         installed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     weight = WEIGHT if asked is None else asked
-    assert loss.router_weight(installed) == weight
+    assert router_loss.router_weight(installed) == weight
     found = installed(**batch)
     assert torch.allclose(found, entropy + weight * unbalance, rtol=1e-5)
     assert abs(found / entropy - 1) > 1e-3 or not weight, "the test could not see it"
     found.backward()
-    assert loss.take_router_sum(installed).item() == pytest.approx(unbalance.item() if weight else 0, rel=1e-5)
-    assert loss.take_router_sum(installed).item() == 0
+    assert router_loss.pop_router_loss(installed).item() == pytest.approx(unbalance.item() if weight else 0, rel=1e-5)
+    assert router_loss.pop_router_loss(installed).item() == 0
     with torch.no_grad():
         each, _ = installed(**batch)
     assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation is without it"
-    loss.check(installed, 260, torch.device("cpu"), tolerance=1e-4)
+    probes.check_loss(installed, 260, torch.device("cpu"), tolerance=1e-4)
 
 
 def test_its_gradient_is_that_of_the_plain_one(family, batch):
     untouched, installed = make(family), make(family)
-    loss.install(installed)
+    loss.install_loss(installed)
     entropy, unbalance = plain(untouched, batch)
     (entropy + WEIGHT * unbalance).backward()
     installed(**batch).backward()
@@ -104,7 +106,7 @@ def test_its_gradient_is_that_of_the_plain_one(family, batch):
     for name, parameter in installed.named_parameters():
         assert (parameter.grad - right[name].grad).abs().max() <= 1e-4 * right[name].grad.abs().max(), name
     without = make(family)
-    loss.install(without, 0)
+    loss.install_loss(without, 0)
     without(**batch).backward()
     ours, others = (one.model.layers[0].mlp.gate.weight.grad for one in (installed, without))
     assert (ours - others).abs().max() > 1e-3
@@ -113,7 +115,7 @@ def test_its_gradient_is_that_of_the_plain_one(family, batch):
 def test_rows_have_the_same_unbalance_in_any_micro_batch(family, batch):
     """Transformers' own has not: it is one figure of all tokens in a batch."""
     installed = make(family)
-    loss.install(installed)
+    loss.install_loss(installed)
     whole = installed(**batch)
     parts = [installed(**{name: tensor[row : row + 1] for name, tensor in batch.items()}) for row in range(3)]
     assert torch.allclose(sum(parts), whole, rtol=1e-6)
@@ -125,23 +127,23 @@ def test_with_adapters(family, batch):
     adapted = make(family)
     entropy, unbalance = plain(make(family), batch)
     adapted = peft.get_peft_model(adapted, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
-    loss.install(adapted)
+    loss.install_loss(adapted)
     assert torch.allclose(adapted(**batch), entropy + WEIGHT * unbalance, rtol=1e-5)
 
 
 def test_a_dense_model_has_none_and_refuses_one():
     config = transformers.LlamaConfig(**{key: SMALL[key] for key in list(SMALL)[:7]})
     dense = transformers.LlamaForCausalLM(config)
-    loss.install(dense)
-    assert loss.router_weight(dense) == 0
-    loss.install(dense, 0)
+    loss.install_loss(dense)
+    assert router_loss.router_weight(dense) == 0
+    loss.install_loss(dense, 0)
     with pytest.raises(UserError, match=r"model\.router_loss: llama is no mixture of experts .*; set it to null"):
-        loss.install(dense, 0.01)
+        loss.install_loss(dense, 0.01)
 
 
 def test_a_rehearsal_has_few_experts():
     config = transformers.Qwen3MoeConfig(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
-    made = transformers.Qwen3MoeForCausalLM(model.narrowed(config, TOKENIZER))
+    made = transformers.Qwen3MoeForCausalLM(random_init.shrink_config(config, TOKENIZER))
     assert sum(p.numel() for p in made.parameters()) < 1e6
     assert made.model.layers[0].mlp.experts.down_proj.shape == (4, 64, 64)
 
@@ -192,9 +194,9 @@ def test_without_the_router_loss_it_trains_otherwise(moe):
 
 
 def test_experts_are_not_quantized(family, tmp_path):
-    model.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
+    random_init.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
     base = str(tmp_path / "base")
     overrides = [f"model.name={base}", "adapter.method=lora", "model.quantize=nf4"]
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", overrides)
     with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
-        model.load(base, recipe, TOKENIZER, "no")
+        loading.load(base, recipe, TOKENIZER, "no")

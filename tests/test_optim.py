@@ -5,9 +5,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from gearbox import backend
-from gearbox.config import Optim, Schedule
-from gearbox.optim import learning_rate, make_optimizer
+from gearbox.config.recipe import Optim, Schedule
+from gearbox.distributed import engine
+from gearbox.model.optimizer import learning_rate, make_optimizer
 from ranks import fork_ranks
 
 
@@ -87,7 +87,7 @@ def test_a_step_on_local_shards_is_the_step_on_dtensors():
                 fully_shard(layer)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
             sides.append((model, optimizer))
-        backend.step_on_local_shards(sides[1][1])
+        engine.step_on_local_shards(sides[1][1])
         stepped = [p for group in sides[1][1].param_groups for p in group["params"]]
         assert len(stepped) == 4 and not any(isinstance(p, DTensor) for p in stepped)
         before = [p.full_tensor().clone() for p in sides[0][0].parameters()]

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from gearbox import data, optim, verification
-from gearbox.gear import Gear
+from gearbox.config.gear import Gear
+from gearbox.data import batches
+from gearbox.distributed import verification
+from gearbox.model import optimizer
 from matrix import disk_operations_are_built
 
 STEPS = 20
@@ -114,15 +116,15 @@ def test_norms_of_heads(train, tmp_path, gear):
     """Qwen3's: their gradients are added over the ranks that share the heads, once for each micro batch."""
     from transformers import AutoTokenizer, Qwen3Config
 
-    from gearbox import model
-    from gearbox.config import ROOT
+    from gearbox import ROOT
+    from gearbox.model import random_init
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, pad_token_id=0, eos_token_id=3, **shape
     )
-    model.write_random(config, tokenizer, 0, tmp_path / "qwen3")
+    random_init.write_random(config, tokenizer, 0, tmp_path / "qwen3")
     given = (*FULL, "run.rehearse=false", "model.init=pretrained", f"model.name={tmp_path / 'qwen3'}", "train.steps=5")
     alone, outcome = checked(train("single", *given)), checked(train(gear, *given, ranks=2))
     assert worst(outcome.kept_losses, alone.kept_losses) < 1e-5
@@ -143,21 +145,21 @@ def test_64_rows_on_3_ranks(train):
 
 def averaged_per_micro_batch(monkeypatch):
     """The usual loop: each micro batch is divided by its own count of targets."""
-    usual = data.make_step
+    usual = batches.make_step_batch
 
     def by_micro_batch(*arguments):
         step = usual(*arguments)
-        counts = [int((micro["labels"] != data.IGNORED).sum()) for micro in step.micro_batches]
+        counts = [int((micro["labels"] != batches.IGNORE_INDEX).sum()) for micro in step.micro_batches]
         whole = len(counts) * 2  # micro batches of both ranks
         return dataclasses.replace(step, num_targets=whole * sum(counts) / len(counts))
 
-    monkeypatch.setattr(data, "make_step", by_micro_batch)
+    monkeypatch.setattr(batches, "make_step_batch", by_micro_batch)
 
 
 def scheduled_by_rank(monkeypatch):
     """A prepared scheduler steps once a rank."""
-    usual = optim.learning_rate
-    monkeypatch.setattr(optim, "learning_rate", lambda step, *rest: usual(min(2 * step, STEPS), *rest))
+    usual = optimizer.learning_rate
+    monkeypatch.setattr(optimizer, "learning_rate", lambda step, *rest: usual(min(2 * step, STEPS), *rest))
 
 
 def clipped_at_auto(monkeypatch):

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 import launch
 import parity as script
 import train as train_script
-from gearbox import optim, parity
-from gearbox.config import ROOT, UserError
-from gearbox.gear import Gear
+from gearbox import ROOT
+from gearbox.config.gear import Gear
+from gearbox.errors import UserError
+from gearbox.model import optimizer
+from gearbox.reporting import run_comparison
 from ranks import run_ranks
 from test_imports import HEAVY
 from test_parity import averaged_per_micro_batch, clipped_at_auto
@@ -76,9 +78,11 @@ def test_three_gears_are_equal(compare):
 
 def test_another_learning_rate_is_found_at_its_step(compare):
     def meddle(gear, patch):
-        usual = optim.learning_rate
+        usual = optimizer.learning_rate
         if gear == "ddp":
-            patch.setattr(optim, "learning_rate", lambda step, *rest: usual(step, *rest) * (1.1 if step >= 2 else 1.0))
+            patch.setattr(
+                optimizer, "learning_rate", lambda step, *rest: usual(step, *rest) * (1.1 if step >= 2 else 1.0)
+            )
 
     code, said = compare("single,fsdp:2,ddp:2", meddle=meddle)
     assert code == 1
@@ -138,28 +142,28 @@ def pair(train, made, tmp_path):
         assert outcome.codes == [0], outcome.output
         made["a"] = outcome.folder
     shutil.copytree(made["a"], tmp_path / "b")
-    return parity.Compared("a", made["a"]), parity.Compared("b", tmp_path / "b")
+    return run_comparison.Compared("a", made["a"]), run_comparison.Compared("b", tmp_path / "b")
 
 
-FP32 = parity.TOLERANCES["no"]
+FP32 = run_comparison.TOLERANCES["no"]
 NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(("kind", "quantity"), [("parameter", "weights"), ("exp_avg", "moments")])
 def test_a_changed_parameter_is_named_with_its_step(pair, kind, quantity):
     reference, other = pair
-    other.hold_against(reference)
+    other.compare_with(reference)
     assert other.verdict(FP32) == "equal"
     assert all(set(found.values.values()) == {0.0} for found in other.differences)
     file = other.folder / "checkpoints" / "step-2" / "shard-00000.safetensors"
     tensors = load_file(file)
     tensors[f"{kind}|{NAME}|0"] *= 1.05
     save_file(tensors, file)
-    other.hold_against(reference)
+    other.compare_with(reference)
     assert other.verdict(FP32) == "parts at step 2"
     assert other.explanation(FP32).startswith(f"{quantity} by ")
     assert other.explanation(FP32).endswith(f", most in {NAME}")
-    assert parity.TOLERANCES["no"][quantity] < other.largest(quantity)[0] < 1
+    assert run_comparison.TOLERANCES["no"][quantity] < other.largest(quantity)[0] < 1
     assert other.largest(quantity)[1] == 2
 
 
@@ -169,7 +173,7 @@ def test_a_step_that_was_not_taken_is_far_off_at_any_learning_rate(pair):
     second, third = (other.folder / "checkpoints" / f"step-{step}" / "shard-00000.safetensors" for step in (2, 3))
     before, after = load_file(second), load_file(third)
     save_file({key: (before if key.startswith("parameter|") else after)[key] for key in after}, third)
-    other.hold_against(reference)
+    other.compare_with(reference)
     assert other.verdict(FP32) == "parts at step 3"
     assert 0.05 < other.largest("weights")[0] < 0.5
 
@@ -188,7 +192,7 @@ def test_each_number_of_a_step_is_compared(pair, key, value, explained):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed = [line | {key: value} if line["step"] == 3 and key in line else line for line in lines]
     path.write_text("\n".join(map(json.dumps, changed)))
-    other.hold_against(reference)
+    other.compare_with(reference)
     assert other.verdict(FP32) == "parts at step 3"
     assert other.explanation(FP32).startswith(explained)
 
@@ -196,7 +200,7 @@ def test_each_number_of_a_step_is_compared(pair, key, value, explained):
 def test_a_missing_checkpoint_is_no_equality(pair):
     reference, other = pair
     (other.folder / "checkpoints" / "step-1" / "manifest.json").unlink()
-    other.hold_against(reference)
+    other.compare_with(reference)
     assert other.verdict(FP32) == "does not run" and other.problem == "manifest.json: is missing"
 
 

@@ -13,11 +13,13 @@ import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from gearbox import loss, pipeline
-from gearbox.compatibility import check_architecture
-from gearbox.config import ROOT, UserError
-from gearbox.data import IGNORED
-from gearbox.gear import load_gear
+from gearbox import ROOT
+from gearbox.config.compatibility import check_architecture
+from gearbox.config.gear import load_gear
+from gearbox.data.batches import IGNORE_INDEX
+from gearbox.distributed import pipeline_parallel, pipeline_stages
+from gearbox.errors import UserError
+from gearbox.model import loss
 from ranks import fork_ranks
 
 NARROW = {
@@ -44,7 +46,7 @@ def micro_batches(num: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     made = []
     for _ in range(num):
         tokens = torch.randint(3, 97, (2, 24), generator=draw)
-        labels = tokens.roll(-1, 1).masked_fill(torch.rand(2, 24, generator=draw) < 0.5, IGNORED)
+        labels = tokens.roll(-1, 1).masked_fill(torch.rand(2, 24, generator=draw) < 0.5, IGNORE_INDEX)
         positions = (torch.arange(24) % 13).expand(2, 24)
         made.append({"input_ids": tokens, "labels": labels, "position_ids": positions})
     return made
@@ -52,7 +54,7 @@ def micro_batches(num: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def whole_gradients(folder, batches, scale):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loss.install(model)
+    loss.install_loss(model)
     total = sum(model(**batch) for batch in batches) * scale
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters()}, model
@@ -67,8 +69,8 @@ def start(num_stages, num_replicas=1):
 
 def load_stage(folder, part):
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = pipeline.family(config, part).from_pretrained(folder, dtype=torch.float32)
-    loss.install(model)
+    model = pipeline_stages.stage_class(config, part).from_pretrained(folder, dtype=torch.float32)
+    loss.install_loss(model)
     return model
 
 
@@ -92,8 +94,8 @@ def test_gradients_are_those_of_the_whole(tmp_path, name, schedule):
         logits = whole(input_ids=batches[0]["input_ids"][:, :7], use_cache=False, logits_to_keep=1).logits
 
     def work(groups):
-        part = pipeline.Part(dist.get_rank(groups[0]), 2)
-        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups, schedule=schedule)
+        part = pipeline_stages.Stage(dist.get_rank(groups[0]), 2)
+        pipe = pipeline_parallel.Pipeline(load_stage(tmp_path, part), *groups, schedule=schedule)
         with torch.no_grad():
             pipe.eval()
             ours, found = pipe(**batches[0])
@@ -124,8 +126,8 @@ def test_other_places_and_few_micro_batches(tmp_path, num_stages, num_replicas, 
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
 
     def work(groups):
-        part, replica = pipeline.Part(dist.get_rank(groups[0]), num_stages), dist.get_rank(groups[1])
-        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        part, replica = pipeline_stages.Stage(dist.get_rank(groups[0]), num_stages), dist.get_rank(groups[1])
+        pipe = pipeline_parallel.Pipeline(load_stage(tmp_path, part), *groups)
         for _ in range(2):  # torch keeps the buffers of the first step
             pipe.zero_grad()
             assert abs(pipe.step(batches[replica], 0.01) - expected) < 1e-6 * expected
@@ -143,8 +145,8 @@ def test_half_precision_between_stages(tmp_path):
     expected, gradients, _ = whole_gradients(tmp_path, micro_batches(4), 0.01)
 
     def work(groups):
-        part = pipeline.Part(dist.get_rank(groups[0]), 2)
-        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups, compute=torch.bfloat16)
+        part = pipeline_stages.Stage(dist.get_rank(groups[0]), 2)
+        pipe = pipeline_parallel.Pipeline(load_stage(tmp_path, part), *groups, compute=torch.bfloat16)
         total = pipe.step(micro_batches(4), 0.01)
         assert 1e-7 * expected < abs(total - expected) < 1e-3 * expected
         for each, parameter in pipe.module.named_parameters():
@@ -167,8 +169,8 @@ def test_rows_of_any_width(tmp_path):
     expected = [whole_gradients(tmp_path, batches(step, 0) + batches(step, 1), 0.01) for step in range(2)]
 
     def work(groups):
-        part, replica = pipeline.Part(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
-        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        part, replica = pipeline_stages.Stage(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
+        pipe = pipeline_parallel.Pipeline(load_stage(tmp_path, part), *groups)
         for step, (total, gradients, _) in enumerate(expected):
             pipe.zero_grad()
             assert abs(pipe.step(batches(step, replica), 0.01) - total) < 1e-6 * total
@@ -182,8 +184,8 @@ def test_a_loss_that_is_not_finite_is_seen_by_all(tmp_path):
     write_model(FAMILIES["qwen2"], tmp_path)
 
     def work(groups):
-        part, replica = pipeline.Part(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
-        pipe = pipeline.Pipeline(load_stage(tmp_path, part), *groups)
+        part, replica = pipeline_stages.Stage(dist.get_rank(groups[0]), 2), dist.get_rank(groups[1])
+        pipe = pipeline_parallel.Pipeline(load_stage(tmp_path, part), *groups)
         if part.is_last and replica == 1:
             pipe.module.model.norm.weight.data.fill_(float("nan"))
         assert not torch.isfinite(torch.tensor(pipe.step(micro_batches(2), 0.01)))
@@ -199,11 +201,11 @@ def test_a_stage_is_loaded_alone(tmp_path):
     whole = 2 * sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
 
     def work():
-        stages = [load_stage(tmp_path, pipeline.Part(8, 9))]  # what the libraries need once
+        stages = [load_stage(tmp_path, pipeline_stages.Stage(8, 9))]  # what the libraries need once
         for index in range(4):
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
             before = resident("VmRSS")
-            stages.append(load_stage(tmp_path, pipeline.Part(index, 4)))
+            stages.append(load_stage(tmp_path, pipeline_stages.Stage(index, 4)))
             assert resident("VmHWM") - before < 0.6 * whole, "3 layers of 9 at most, and them in bf16 before"
         shares = [sum(parameter.nbytes for parameter in stage.parameters()) / whole for stage in stages[1:]]
         assert abs(sum(shares) - 1) < 1e-6 and max(shares) < 3.1 / 9
@@ -219,13 +221,15 @@ def resident(field: str) -> int:
 
 
 def test_balance():
-    assert pipeline.balance([10] * 4, 2, before=0, after=0) == [0, 2, 4]
-    assert pipeline.balance([10] * 3, 2, before=0, after=0) == [0, 2, 3], "the last stage computes the logits too"
-    assert pipeline.balance([10] * 8, 2, before=40, after=40) == [0, 4, 8]
-    assert pipeline.balance([10] * 8, 2, before=5, after=45) == [0, 6, 8]
-    assert pipeline.balance([1, 1, 1, 50], 2, before=0, after=0) == [0, 3, 4]
-    assert pipeline.balance([10] * 3, 3, before=100, after=0) == [0, 1, 2, 3], "each has a layer"
-    assert pipeline.balance([10] * 80, 8, before=30, after=30)[1] == 8, "two layers less on the first"
+    assert pipeline_stages.balance([10] * 4, 2, before=0, after=0) == [0, 2, 4]
+    assert pipeline_stages.balance([10] * 3, 2, before=0, after=0) == [0, 2, 3], (
+        "the last stage computes the logits too"
+    )
+    assert pipeline_stages.balance([10] * 8, 2, before=40, after=40) == [0, 4, 8]
+    assert pipeline_stages.balance([10] * 8, 2, before=5, after=45) == [0, 6, 8]
+    assert pipeline_stages.balance([1, 1, 1, 50], 2, before=0, after=0) == [0, 3, 4]
+    assert pipeline_stages.balance([10] * 3, 3, before=100, after=0) == [0, 1, 2, 3], "each has a layer"
+    assert pipeline_stages.balance([10] * 80, 8, before=30, after=30)[1] == 8, "two layers less on the first"
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -235,22 +239,22 @@ def test_what_cannot_be_cut_is_refused():
     with pytest.raises(UserError, match=r"a pipeline: gpt2 has no plan for it in transformers; use .*fsdp\.yaml"):
         check_architecture(gear, transformers.GPT2Config())
     for config in FAMILIES.values():
-        pipeline.prove(config)
+        pipeline_stages.check_stages_equal_whole(config)
 
 
 def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
     granite = FAMILIES["granite"]
     # As if a stage took what was received for an embedding: Granite multiplies it once more.
     monkeypatch.setattr(
-        pipeline.Received, "forward", lambda self, given, **_: self.hidden if given.dim() == 2 else given
+        pipeline_stages.ReceivedHidden, "forward", lambda self, given, **_: self.hidden if given.dim() == 2 else given
     )
     with pytest.raises(UserError, match="family granite cannot be cut into stages: its logits then differ by"):
-        pipeline.prove(granite)
+        pipeline_stages.check_stages_equal_whole(granite)
     monkeypatch.undo()
     plan = {name: entry for name, entry in granite.base_model_pp_plan.items() if name != "norm"}
     monkeypatch.setattr(type(granite), "base_model_pp_plan", plan)
     with pytest.raises(UserError, match=r"model\.norm\.weight lies outside its pipeline plan"):
-        pipeline.prove(granite)
+        pipeline_stages.check_stages_equal_whole(granite)
 
 
 # --------------------------------------------------------------------------- the gear

@@ -11,8 +11,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from documents import Made
-from gearbox import preview, report
-from gearbox.config import ROOT
+from gearbox import ROOT
+from gearbox.reporting import html_report, preview
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_mistakes_are_one_line(call):
 def test_colours_in_a_terminal_and_marks_elsewhere(tokenizer):
     words = tokenizer("ab€cd", add_special_tokens=False)["input_ids"]
     made = Made([words], [[0, 0, 1, 1, 1, 1, 0]])
-    made.place = lambda document: "x:1"
+    made.location = lambda document: "x:1"
     documents = preview.first_documents(made.rows(16), tokenizer, 5)
     assert documents == [("x:1", [("ab", False), ("€c", True), ("d", False)])]
     for terminal, expected in ((True, "\x1b[2mab\x1b[0m\x1b[1;32m€c\x1b[0m\x1b[2md\x1b[0m"), (False, "ab«€c»d")):
@@ -120,7 +120,7 @@ def test_the_report_of_a_run(train, tmp_path):
     assert set(outcome.codes) == {0}, outcome.output
     page = (outcome.folder / "report.html").read_text()
     of_experts = "unbalance of the experts"  # which this model has not
-    assert [title for title in report.CURVES if title not in page] == [of_experts]
+    assert [title for title in html_report.CURVES if title not in page] == [of_experts]
     drawn = re.findall(r'<polyline points="([^"]*)"', page)
     assert [len(points.split()) for points in drawn] == [6, 4, 4, 6, 6, 6, 6], "steps, and four looks at the held-out"
     heights = [float(point.split(",")[1]) for point in drawn[0].split()]
@@ -134,6 +134,6 @@ def test_the_report_of_a_run(train, tmp_path):
 
 def test_a_report_shows_text_as_text(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1e400, "lr": 0.1}\n')
-    report.write(tmp_path, {"data": "<a&b>"}, [("f:1", [("<|user|>", False), ("<b>", True)])], [])
+    html_report.write(tmp_path, {"data": "<a&b>"}, [("f:1", [("<|user|>", False), ("<b>", True)])], [])
     page = (tmp_path / "report.html").read_text()
     assert "&lt;a&amp;b&gt;" in page and "<b>&lt;b&gt;</b>" in page and "Answers" not in page

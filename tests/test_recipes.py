@@ -6,7 +6,10 @@ import pytest
 import yaml
 
 import schema
-from gearbox.config import BUILTIN_TASKS, ROOT, Recipe, UserError, load_recipe
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.errors import UserError
 from train import rehearsed
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from gearbox import checkpoint, command, redact
-from gearbox.config import ROOT
+from gearbox import ROOT, redact
+from gearbox.checkpoint import manifest
+from gearbox.launch.outcome import OUTCOME_FILE, write_outcome
 
 CANARIES = {
     "HF_TOKEN": "hf_canaryAAAAAAAAAAAAAAAA", "WANDB_API_KEY": "canaryBBBBBBBBBBBBBBBB",
@@ -62,9 +63,9 @@ def test_no_file_and_no_line_of_a_run_has_one(train, tmp_path, secrets, monkeypa
         f"data.roles={{{CANARIES['MLFLOW_TRACKING_PASSWORD']}: user}}",
     )  # fmt: skip
     usual = redact.guard_streams
-    from gearbox import watch
+    from gearbox.launch import watchdog
 
-    monkeypatch.setattr(watch.Watch, "__init__", guarded(watch.Watch.__init__, usual))
+    monkeypatch.setattr(watchdog.Watchdog, "__init__", guarded(watchdog.Watchdog.__init__, usual))
     outcome = train("single", *given)
     assert outcome.codes == [0], outcome.output
     written = {"the screen": outcome.output.encode()}
@@ -97,16 +98,16 @@ def test_a_traceback_has_none_either(secrets, tmp_path):
     assert ended.returncode == 1
     assert "with [WANDB_API_KEY]" in ended.stderr and "canary" not in ended.stderr
     outcome = tmp_path / "outcome"
-    os.environ[command.OUTCOME_FILE] = str(outcome)
+    os.environ[OUTCOME_FILE] = str(outcome)
     try:
-        command.conclude("failed", "with canaryBBBBBBBBBBBBBBBB")
+        write_outcome("failed", "with canaryBBBBBBBBBBBBBBBB")
     finally:
-        del os.environ[command.OUTCOME_FILE]
+        del os.environ[OUTCOME_FILE]
     assert "canary" not in outcome.read_text()
 
 
 def test_without_the_guard_they_would_be_found(train, tmp_path, secrets, monkeypatch):
-    monkeypatch.setattr(checkpoint, "redacted", lambda value: value)
+    monkeypatch.setattr(manifest, "redacted", lambda value: value)
     outcome = train("single", "save.every=1", f"data.roles={{{CANARIES['COMET_API_KEY']}: user}}")
     found = [file for file in outcome.folder.rglob("manifest.json") if CANARIES["COMET_API_KEY"] in file.read_text()]
     assert found

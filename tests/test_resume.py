@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train as script
-from gearbox.progress import Progress
+from gearbox.checkpoint.train_state import TrainState
 
 # A constant rate does not depend on the number of steps, so runs of other lengths are parts of each other.
 STEPS = ("schedule.name=constant", "optim.lr=1e-2", "save.every=2", "run.name=cut")
@@ -24,14 +24,14 @@ def checked(outcome):
 
 def count_steps(monkeypatch) -> None:
     """Let Progress.now be the step that is being done."""
-    advance = Progress.advance
+    advance = TrainState.advance
 
     def counted(self, **facts):
-        Progress.now = self.step + 2
+        TrainState.now = self.step + 2
         return advance(self, **facts)
 
-    monkeypatch.setattr(Progress, "now", 1, raising=False)
-    monkeypatch.setattr(Progress, "advance", counted)
+    monkeypatch.setattr(TrainState, "now", 1, raising=False)
+    monkeypatch.setattr(TrainState, "advance", counted)
 
 
 def interrupted(monkeypatch, step: int, number: int = signal.SIGTERM, rank: int = 0):
@@ -39,7 +39,7 @@ def interrupted(monkeypatch, step: int, number: int = signal.SIGTERM, rank: int 
     usual = script.train_step
 
     def train_step(gear, accelerator, model, optimizer, *rest):
-        if Progress.now == step and accelerator.process_index == rank:
+        if TrainState.now == step and accelerator.process_index == rank:
             os.kill(os.getpid(), number)
         return usual(gear, accelerator, model, optimizer, *rest)
 
@@ -93,16 +93,16 @@ def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, chang
 
 def test_what_is_not_restored_is_noticed(train, monkeypatch):
     """The comparison above must see each of these missing."""
-    from gearbox import backend, tensors
+    from gearbox.distributed import engine, sharded_state
 
     given = (*STEPS, *DROPOUT, "train.steps=4")
     whole = checked(train("single", *given, "run.name=whole"))
     checked(train("single", *given, "train.steps=2"))
     shutil.copytree(whole.folder.parent / "cut", kept := whole.folder.parent / "kept")
     breakages = [
-        (backend, "draw_from", lambda *_: None),
-        (tensors, "_make_state", lambda *_: None),
-        (Progress, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
+        (engine, "draw_from", lambda *_: None),
+        (sharded_state, "_make_state", lambda *_: None),
+        (TrainState, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
     ]
     for owner, name, broken in breakages:
         shutil.rmtree(whole.folder.parent / "cut")
@@ -145,9 +145,9 @@ def test_on_other_ranks_within_one_epoch(train, gear):
 
 
 def test_bf16_masters_and_zero_in_bf16(train, monkeypatch):
-    from gearbox import backend
+    from gearbox.distributed import engine
 
-    monkeypatch.setattr(backend, "precision", lambda gear: gear.precision)
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
     for gear, changes in (("fsdp", ("optim.master_weights=bf16",)), ("zero1", ()), ("zero3", ())):
         given = (*STEPS, *changes)
         whole = checked(train(gear, *given, f"run.name=whole-{gear}", "train.steps=4", ranks=2))
@@ -158,9 +158,9 @@ def test_bf16_masters_and_zero_in_bf16(train, monkeypatch):
 
 def test_under_zero_in_bf16_the_masters_are_saved(train, monkeypatch):
     """Not the bf16 weights that the engine computes with."""
-    from gearbox import backend
+    from gearbox.distributed import engine
 
-    monkeypatch.setattr(backend, "precision", lambda gear: gear.precision)
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
     weights = checked(train("zero3", "optim.lr=1e-5", ranks=2)).weights
     assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())
 
@@ -183,7 +183,8 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
     """bitsandbytes' 8-bit AdamW keeps scales of blocks: exact where the cut is the same, refused where it is not."""
     from bitsandbytes.optim import AdamW
 
-    from gearbox import checkpoint, tensors
+    from gearbox.checkpoint import shards
+    from gearbox.distributed import sharded_state
 
     def made(seed):
         torch.manual_seed(seed)
@@ -198,20 +199,20 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
 
     (model, optimizer), (other, fresh) = made(1), made(2)
     optimizer.state[model.weight]["step"] = 7
-    pieces = {piece.key: piece for piece in tensors.held(model, optimizer, 0)}
+    pieces = {piece.key: piece for piece in sharded_state.local_shards(model, optimizer, 0)}
     assert {key.split("|")[0].split("@")[0] for key in pieces} >= {"parameter", "state1", "state2", "absmax1"}
 
-    class Saved(checkpoint.Reader):
+    class Saved(shards.ShardReader):
         def __init__(self):
-            self.folder, self.shapes = "here", tensors.shapes(model)
-            self.scalars = tensors.scalars(model, optimizer)
+            self.folder, self.shapes = "here", sharded_state.full_shapes(model)
+            self.scalars = sharded_state.scalars(model, optimizer)
             self._pieces = {(p.kind, p.name): [] for p in pieces.values()}
 
         def part(self, piece):
             return pieces[piece.key].tensor
 
     fresh.state.clear()
-    tensors.restore(other, other, fresh, Saved(), "ddp")
+    sharded_state.restore(other, other, fresh, Saved(), "ddp")
     for key, value in optimizer.state[model.weight].items():
         theirs = fresh.state[other.weight][key]
         assert torch.equal(theirs, value) if isinstance(value, torch.Tensor) else theirs == value, key
@@ -219,4 +220,4 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
     half = Saved()
     half._pieces = {(kind.replace("+8192", "+4096"), name): [] for kind, name in half._pieces}
     with pytest.raises(Exception, match="cannot be cut anew for this gear; go on with it under ddp"):
-        tensors.restore(other, other, fresh, half, "ddp")
+        sharded_state.restore(other, other, fresh, half, "ddp")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import train as script
-from gearbox import checkpoint, runs
+from gearbox.checkpoint import folders, manifest
+from gearbox.checkpoint.folders import list_checkpoints
+from gearbox.training import run_folder
 from test_checkpoint import flip
 
 STEPS = ("schedule.name=constant", "save.every=1", "train.steps=2")
@@ -60,13 +62,13 @@ def test_latest_does_not_begin_a_finished_run_again(train, monkeypatch, when):
     before = {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
     if when != "before":
         unfinished(done.folder)
-        usual = runs._lock
+        usual = run_folder._lock
 
         def lock(folder):
             (folder / "status.json").write_bytes(before[folder / "status.json"])
             return usual(folder)
 
-        monkeypatch.setattr(runs, "_lock", lock)
+        monkeypatch.setattr(run_folder, "_lock", lock)
     refused = train("single", *STEPS, "save.every=0", "run.resume=latest")
     assert refused.codes == [2] and "is done and has no checkpoint to go on from" in refused.output
     assert {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()} == before
@@ -138,13 +140,13 @@ def test_other_sample_questions_than_before(train):
 
 
 def test_what_a_series_of_names_means(tmp_path):
-    from gearbox import runs
+    from gearbox.training import run_folder
 
     for name in ("r", "r-3", "r-10", "r-x", "rest", "r-2-3"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in runs._series(tmp_path, "r")] == ["r", "r-3", "r-10"]
-    assert runs._claim(tmp_path, "r").name == "r-11"
-    assert [runs._claim(tmp_path, "new").name for _ in range(3)] == ["new", "new-2", "new-3"]
+    assert [path.name for path in run_folder._series(tmp_path, "r")] == ["r", "r-3", "r-10"]
+    assert run_folder._create_folder(tmp_path, "r").name == "r-11"
+    assert [run_folder._create_folder(tmp_path, "new").name for _ in range(3)] == ["new", "new-2", "new-3"]
 
 
 @pytest.mark.parametrize("status", [None, "", '{"outcome": "saved"}'])
@@ -186,7 +188,7 @@ def test_other_weights_below_an_adapter_are_noticed(train):
 def test_damaged_checkpoints_are_named_and_passed_over(train):
     first = checked(train("ddp", *STEPS, "run.name=x", "train.steps=4", "save.keep=3", ranks=2))
     unfinished(first.folder)
-    folders = [path for _, path in checkpoint.steps(first.folder / "checkpoints")]
+    folders = [path for _, path in list_checkpoints(first.folder / "checkpoints")]
     flip(folders[0] / "shard-00001.safetensors", random.Random(0))
     (folders[1] / "manifest.json").unlink()
     again = checked(train("ddp", *STEPS, "run.name=x", "train.steps=4", ranks=2))
@@ -194,15 +196,15 @@ def test_damaged_checkpoints_are_named_and_passed_over(train):
     assert f"{folders[1]} is passed over: manifest.json: is missing" in again.output
     assert "step-2, step 2 of 4" in again.output
     assert again.losses == first.losses
-    assert [step for step, _ in checkpoint.steps(first.folder / "checkpoints")] == [4, 3]
-    for _, path in checkpoint.steps(first.folder / "checkpoints"):
-        checkpoint.verify(path, checkpoint.read_manifest(path)["files"])
+    assert [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [4, 3]
+    for _, path in list_checkpoints(first.folder / "checkpoints"):
+        manifest.verify_shards(path, manifest.read_manifest(path)["files"])
 
 
 def test_where_none_is_whole_it_does_not_start_afresh(train):
     first = checked(train("ddp", *STEPS, "run.name=x", ranks=2))
     unfinished(first.folder)
-    for _, path in checkpoint.steps(first.folder / "checkpoints"):
+    for _, path in folders.list_checkpoints(first.folder / "checkpoints"):
         flip(path / "shard-00000.safetensors", random.Random(1))
     refused = train("ddp", *STEPS, "run.name=x", ranks=2)
     assert refused.codes == [2, 2]
@@ -213,7 +215,7 @@ def test_where_none_is_whole_it_does_not_start_afresh(train):
 
 def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
     """The second starts while the first is within a step."""
-    from gearbox import runs
+    from gearbox.training import run_folder
 
     second = []
     go = tmp_path / "go"
@@ -231,7 +233,7 @@ def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
             time.sleep(0.05)
         return usual(*arguments)
 
-    monkeypatch.setattr(runs, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.2)
     monkeypatch.setattr(script, "train_step", waiting)
     first = checked(train("single", *STEPS, "run.name=x", meanwhile=meanwhile))
     assert second[0].codes == [2]
@@ -240,9 +242,9 @@ def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
 
 
 def test_too_little_space_is_said_before_training(train, monkeypatch):
-    from gearbox import saving
+    from gearbox.checkpoint import disk_space
 
-    monkeypatch.setattr(saving, "free_bytes", lambda folder: 2 * 2**20)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 2 * 2**20)
     refused = train("ddp", *STEPS, ranks=2)
     assert refused.codes == [2, 2]
     assert "has 2.0 MiB free, but 4 checkpoints of 1.1 MiB" in refused.output

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import slurm as slurms
-from gearbox.config import ROOT
+from gearbox import ROOT
 
 SCRIPTS = sorted((ROOT / "cluster" / "slurm").iterdir())
 TRAIN, DDP = "cluster/slurm/train.sbatch", ["ddp", "recipes/tiny.yaml"]

@@ -13,9 +13,11 @@ import pytest
 import bucket
 import ledger
 import train as script
-from gearbox import checkpoint, command, saving, storage
-from gearbox.checkpoint import Piece
-from gearbox.staging import Staging
+from gearbox import filesystem
+from gearbox.checkpoint import checkpointer, folders, manifest
+from gearbox.checkpoint.shards import TensorShard
+from gearbox.checkpoint.staging import Staging
+from gearbox.launch.outcome import read_outcome, write_outcome
 from test_checkpoint import FACTS, check, tensors
 from test_checkpoint import make as make_by_rename
 from test_faults import NUM_ROWS, STEPS, books  # noqa: F401  a fixture
@@ -37,25 +39,25 @@ def make(parent: Path, step: int, run_id: str = "abc") -> Path:
     folder, given, staging, files = parent / f"step-{step}", tensors(), Staging(), {}
     folder.mkdir(parents=True, exist_ok=True)
     for rank, part in enumerate((given["w"][:1200], given["w"][1200:])):
-        name = checkpoint.shard(rank, run_id)
-        staging.fill([Piece("parameter", "w", rank * 1200, part)])
+        name = manifest.shard_name(rank, run_id)
+        staging.stage([TensorShard("parameter", "w", rank * 1200, part)])
         files[name] = staging.write(folder / name)
-    checkpoint.commit(folder, folder, FACTS | {"step": step, "files": files})
+    folders.commit(folder, folder, FACTS | {"step": step, "files": files})
     return folder
 
 
 @needs_mount
 def test_a_rename_is_taken_only_where_it_is_one(tmp_path, mounted):
-    assert storage.why_no_rename(tmp_path) == ""
+    assert filesystem.rename_problem(tmp_path) == ""
     with mounted() as runs:
-        assert storage.why_no_rename(runs / "new") == "here a folder cannot be renamed: Function not implemented"
-        assert storage.file_system(runs / "new" / "below") == "fuse.bucket"
+        assert filesystem.rename_problem(runs / "new") == "here a folder cannot be renamed: Function not implemented"
+        assert filesystem.file_system(runs / "new" / "below") == "fuse.bucket"
     with mounted(refuses={}) as runs:
         (runs / "a b").mkdir()
         (runs / "a b").rename(runs / "c")  # it says that it does
-        assert storage.why_no_rename(runs) == "fuse.bucket may rename a folder file by file"
+        assert filesystem.rename_problem(runs) == "fuse.bucket may rename a folder file by file"
     with mounted(refuses={}, kind="") as runs:
-        assert storage.why_no_rename(runs) == "fuse may rename a folder file by file"
+        assert filesystem.rename_problem(runs) == "fuse may rename a folder file by file"
     assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["c", "new"], "no probe is left"
     assert list((tmp_path / "held" / "new").iterdir()) == []
 
@@ -68,14 +70,14 @@ def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
         while True:
             child = os.fork()
             if child == 0:
-                checkpoint.sweep(runs)
+                folders.delete_unfinished(runs)
                 whole = ledger.whole_checkpoint(runs) or 0
                 for step in (whole + 1, whole + 2):
                     make(runs, step, run_id=str(os.getpid()))
-                    checkpoint.prune(runs, keep=2, renames=False)
+                    folders.prune(runs, keep=2, renames=False)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
-            found = checkpoint.steps(runs)
+            found = folders.list_checkpoints(runs)
             for _, folder in found:
                 check(folder)
             assert not newest or found[0][0] >= newest
@@ -85,7 +87,7 @@ def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
             assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
             deaths += 1
         assert deaths > 20 and newest > 10, (deaths, newest)
-        assert [step for step, _ in checkpoint.steps(runs)] == [newest, newest - 1]
+        assert [step for step, _ in folders.list_checkpoints(runs)] == [newest, newest - 1]
         assert sorted(path.name for path in (tmp_path / "held").iterdir()) == [f"step-{newest - 1}", f"step-{newest}"]
 
 
@@ -94,24 +96,24 @@ def test_what_was_never_finished_is_no_checkpoint_and_what_is_damaged_is_one(tmp
     content = (whole / "manifest.json").read_bytes()
     for length in range(0, len(content), 7):
         (whole / "manifest.json").write_bytes(content[:length])
-        assert checkpoint.steps(tmp_path) == []
+        assert folders.list_checkpoints(tmp_path) == []
     (whole / "manifest.json").write_bytes(content.replace(b"20.0", b"21.0"))
-    assert [step for step, _ in checkpoint.steps(tmp_path)] == [1]
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [1]
     (whole / "manifest.json").unlink()
     renamed = make_by_rename(tmp_path, 2)
     (renamed / "manifest.json").unlink()
-    assert [step for step, _ in checkpoint.steps(tmp_path)] == [2], "what a rename has committed was whole"
-    assert checkpoint.sweep(tmp_path) == [whole]
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [2], "what a rename has committed was whole"
+    assert folders.delete_unfinished(tmp_path) == [whole]
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
 def test_a_damaged_one_of_the_same_step_gives_way_to_one_of_another_run(tmp_path):
     hurt = make(tmp_path, 1, "old")
-    (hurt / checkpoint.shard(1, "old")).write_bytes(b"")
+    (hurt / manifest.shard_name(1, "old")).write_bytes(b"")
     check(make(tmp_path, 1, "new"))
     assert sorted(path.name for path in hurt.iterdir()) == [
         "manifest.json",
-        *(checkpoint.shard(i, "new") for i in (0, 1)),
+        *(manifest.shard_name(i, "new") for i in (0, 1)),
     ]
 
 
@@ -128,9 +130,9 @@ def test_pruning_where_an_overlay_refuses_to_rename_what_lies_below(tmp_path):
     try:
         with pytest.raises(OSError, match="cross-device"):
             (merged / "step-1").rename(merged / "x")
-        assert storage.why_no_rename(merged) == "", "new ones can be"
+        assert filesystem.rename_problem(merged) == "", "new ones can be"
         make_by_rename(merged, 3)
-        checkpoint.prune(merged, keep=2)
+        folders.prune(merged, keep=2)
         assert sorted(path.name for path in merged.iterdir()) == ["step-2", "step-3"]
     finally:
         subprocess.run(["umount", "-l", str(merged)], check=True)
@@ -141,8 +143,8 @@ def test_a_shard_of_another_machine_is_waited_for(tmp_path, mounted):
     with mounted(lag=1.0) as runs:
         (tmp_path / "held" / "shard").write_bytes(b"x" * 10)  # as through another mount
         assert not (runs / "shard").exists()
-        assert storage.arrives(runs / "shard", 10, storage.SEEN_SECONDS)
-        assert not storage.arrives(runs / "shard", 11, 0), "half of it is none"
+        assert filesystem.wait_for_size(runs / "shard", 10, filesystem.SEEN_SECONDS)
+        assert not filesystem.wait_for_size(runs / "shard", 11, 0), "half of it is none"
 
 
 @needs_mount
@@ -169,38 +171,38 @@ def test_ranks_of_two_machines_with_a_mount_each(train, mounted, tmp_path, monke
 
 @needs_mount
 def test_what_is_out_of_reach_for_a_while_is_tried_again(tmp_path, mounted, monkeypatch):
-    monkeypatch.setattr(storage, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(filesystem, "RETRY_SECONDS", (0.01, 0.01))
     with mounted(
         fails=[["write", "a", errno.EIO, 2], ["create", "b", errno.ESTALE, 9], ["create", "c", 28, 1]]
     ) as runs:
-        storage.patiently(lambda: (runs / "a").write_bytes(b"whole"))
+        filesystem.retry_transient(lambda: (runs / "a").write_bytes(b"whole"))
         assert (runs / "a").read_bytes() == b"whole"
         with pytest.raises(OSError, match="Stale file handle"):
-            storage.patiently(lambda: (runs / "b").write_bytes(b"whole"))
+            filesystem.retry_transient(lambda: (runs / "b").write_bytes(b"whole"))
         with pytest.raises(OSError, match="No space left"):
-            storage.patiently(lambda: (runs / "c").write_bytes(b"whole"))
-        storage.patiently(lambda: (runs / "c").write_bytes(b"whole"))
+            filesystem.retry_transient(lambda: (runs / "c").write_bytes(b"whole"))
+        filesystem.retry_transient(lambda: (runs / "c").write_bytes(b"whole"))
 
 
 @needs_mount
 def test_status_is_written_in_place_where_it_cannot_be_replaced(mounted, capsys):
     with mounted() as runs:
         for outcome in ("running", "done"):
-            command.conclude(outcome, "text", runs)
-            assert command.read_outcome(runs / "status.json")["outcome"] == outcome
+            write_outcome(outcome, "text", runs)
+            assert read_outcome(runs / "status.json")["outcome"] == outcome
         assert [path.name for path in runs.iterdir()] == ["status.json"]
     assert capsys.readouterr().err == ""
 
 
 @needs_mount
 def test_a_lock_holds_between_processes_or_says_that_it_cannot(tmp_path, mounted):
-    lock = storage.Lock(tmp_path / "lock", 0)
-    assert not lock.is_taken and storage.Lock(tmp_path / "lock", 0.1).is_taken
+    lock = filesystem.Lock(tmp_path / "lock", 0)
+    assert not lock.is_taken and filesystem.Lock(tmp_path / "lock", 0.1).is_taken
     lock.release()
-    assert not storage.Lock(tmp_path / "lock", 0).is_taken
+    assert not filesystem.Lock(tmp_path / "lock", 0).is_taken
     with mounted() as runs:
-        assert storage.Lock(runs / "lock", 0).problem == "No locks available"
-        assert storage.Lock(runs / "lock", 0).problem == "Operation not permitted", "to open it again"
+        assert filesystem.Lock(runs / "lock", 0).problem == "No locks available"
+        assert filesystem.Lock(runs / "lock", 0).problem == "Operation not permitted", "to open it again"
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -231,11 +233,14 @@ def test_a_run_on_a_bucket_that_is_killed_while_it_saves(train, books, mounted, 
     with mounted():
         last = train(gear, *STEPS, ranks=2)
         assert last.codes == [0, 0], last.output
-        assert [folder.name for _, folder in checkpoint.steps(last.folder / "checkpoints")] == ["step-8", "step-6"]
+        assert [folder.name for _, folder in folders.list_checkpoints(last.folder / "checkpoints")] == [
+            "step-8",
+            "step-6",
+        ]
         assert "complete with their manifest: here a folder cannot be renamed" in last.output
         assert "cannot be locked (" in last.output and "see that no other run has this run.name" in last.output
         assert (last.folder / "model" / "model.safetensors").is_file() and (last.folder / "report.html").is_file()
-        assert command.read_outcome(last.folder / "status.json")["outcome"] == "done"
+        assert read_outcome(last.folder / "status.json")["outcome"] == "done"
         assert [line["step"] for line in last.lines("loss")][-2:] == [7, 8]
     assert ledger.problems(kept(), expected, 2, 8, NUM_ROWS) == []
     assert sorted(path.name for path in held.iterdir()) == ["step-6", "step-8"], "nothing half written is left"
@@ -243,7 +248,7 @@ def test_a_run_on_a_bucket_that_is_killed_while_it_saves(train, books, mounted, 
 
 @needs_mount
 def test_shards_wait_on_a_local_disk_while_the_bucket_is_out_of_reach(train, mounted, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "WAITS", (0.1, 0.1))
+    monkeypatch.setattr(filesystem, "RETRY_SECONDS", (0.1, 0.1))
     whole = train("ddp", *STEPS, "train.steps=4", f"run.dir={tmp_path / 'disk'}", ranks=2)
     stage = tmp_path / "stage"
     fails = [["write", "step-2/shard-00001", errno.EIO, 2], ["fsync", "step-2/manifest", errno.EIO, 1]]
@@ -259,20 +264,20 @@ def test_shards_wait_on_a_local_disk_while_the_bucket_is_out_of_reach(train, mou
 
 
 def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LAST_TRIES", 0)
+    monkeypatch.setattr(checkpointer, "LAST_TRIES", 0)
     refused = train("ddp", *STEPS, "save.stage=/proc/nowhere", ranks=2)
     assert refused.codes == [2, 2] and "save.stage: /proc/nowhere cannot be written: No such file" in refused.output
     if os.geteuid():
         pytest.skip("needs root to mount a disk of its own")
     stage = tmp_path / "stage"
     stage.mkdir()
-    left, usual = tmp_path / "left", saving.Saver._give_up
+    left, usual = tmp_path / "left", checkpointer.Checkpointer._abort
 
     def give_up(self, problems):
         usual(self, problems)
         left.write_text(str(shutil.disk_usage(stage).used))
 
-    monkeypatch.setattr(saving.Saver, "_give_up", give_up)
+    monkeypatch.setattr(checkpointer.Checkpointer, "_abort", give_up)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(stage)], check=True)
     try:
         outcome = train("single", *STEPS, "train.steps=3", f"save.stage={stage}")
@@ -287,10 +292,10 @@ def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
 
 def test_a_local_disk_that_changes_what_it_was_given_is_noticed(tmp_path):
     staging = Staging(tmp_path)
-    staging.fill([Piece("parameter", "w", 0, tensors()["w"])])
+    staging.stage([TensorShard("parameter", "w", 0, tensors()["w"])])
     staging.write(tmp_path / "shard")
     staging.disk.seek(-3, os.SEEK_END)
     staging.disk.write(b"?")
-    with pytest.raises(checkpoint.Damaged, match=r"save\.stage: what was put on the local disk"):
+    with pytest.raises(manifest.CorruptCheckpoint, match=r"save\.stage: what was put on the local disk"):
         staging.write(tmp_path / "shard")
     assert [path.name for path in tmp_path.iterdir()] == ["shard"]

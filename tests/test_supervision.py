@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from gearbox import forms, supervision
-from gearbox.config import ROOT, UserError
-from gearbox.forms import BadRow, Names
-from gearbox.supervision import Encoder
+from gearbox import ROOT
+from gearbox.data import loss_mask, row_formats
+from gearbox.data.loss_mask import ChatTokenizer
+from gearbox.data.row_formats import BadRow, FieldNames
+from gearbox.errors import UserError
 
 SMOLLM2 = ROOT / "models" / "smollm2-135m"
 SPECIAL = [
@@ -35,24 +36,24 @@ def make():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "bos_token": "<|bos|>"})
 
-    def encoder(name: str, supervise: str = "assistant") -> Encoder:
+    def encoder(name: str, supervise: str = "assistant") -> ChatTokenizer:
         tokenizer.chat_template = template(name) if name in END else name
-        return Encoder(tokenizer, supervise)
+        return ChatTokenizer(tokenizer, supervise)
 
     return encoder
 
 
-def encode(encoder: Encoder, record: dict, form: str = "messages", **fields):
-    (outcome,) = encoder.encode([forms.read(record, Names(form, fields, {}))])
+def encode(encoder: ChatTokenizer, record: dict, form: str = "messages", **fields):
+    (outcome,) = encoder.encode([row_formats.read(record, FieldNames(form, fields, {}))])
     if isinstance(outcome, BadRow):
         raise outcome
     return outcome
 
 
-def trained(encoder: Encoder, record: dict, form: str = "messages") -> list[str]:
+def trained(encoder: ChatTokenizer, record: dict, form: str = "messages") -> list[str]:
     """The texts of the supervised runs."""
     outcome = encode(encoder, record, form)
-    runs = itertools.groupby(zip(outcome.supervised, outcome.tokens, strict=True), key=lambda pair: pair[0])
+    runs = itertools.groupby(zip(outcome.loss_mask, outcome.tokens, strict=True), key=lambda pair: pair[0])
     return [encoder.tokenizer.decode([token for _, token in run]) for is_supervised, run in runs if is_supervised]
 
 
@@ -85,7 +86,7 @@ FORMS = {
 
 
 def form_of(record: dict) -> str:
-    found = forms.recognise(record, "auto", {})
+    found = row_formats.recognise(record, "auto", {})
     assert found is not None
     return found
 
@@ -128,7 +129,7 @@ def test_calls_are_trained_and_results_never(make, name, form):
     assert "grey" not in everything and "weather?" in everything and call in everything
     rest = encode(make(name, "all"), record, form)
     result = json.dumps('{"sky": "grey"}') if name == "llama_like" else '{"sky": "grey"}'
-    assert make(name).tokenizer.decode(rest.tokens[rest.supervised == 0]).strip('"') == result.strip('"')
+    assert make(name).tokenizer.decode(rest.tokens[rest.loss_mask == 0]).strip('"') == result.strip('"')
 
 
 def test_several_results_in_one_turn_of_the_template(make):
@@ -167,7 +168,7 @@ def test_markers_and_prefixes_agree(make):
     unmarked = re.sub(r"{%- (end)?generation -%}\n", "", template("chatml_tools"))
     for record in ({"messages": SYSTEM + TWO}, {"messages": TOOLS, "tools": [WEATHER]}):
         ours, theirs = (encode(make(t), record) for t in (unmarked, template("chatml_tools")))
-        assert (ours.tokens == theirs.tokens).all() and (ours.supervised == theirs.supervised).all()
+        assert (ours.tokens == theirs.tokens).all() and (ours.loss_mask == theirs.loss_mask).all()
 
 
 def test_markers_that_do_not_match_the_turns_are_refused(make):
@@ -237,7 +238,7 @@ def test_no_template_is_an_error_of_the_recipe(make):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="the tokenizer has no chat template: name an instruction-tuned model, or a"):
-        Encoder(tokenizer, "assistant").encode([forms.Chat(TWO)])
+        ChatTokenizer(tokenizer, "assistant").encode([row_formats.Chat(TWO)])
 
 
 def test_the_date_of_a_template_stands_still(make):
@@ -247,7 +248,7 @@ def test_the_date_of_a_template_stands_still(make):
 
 def test_a_text_is_trained_whole_with_its_end(make):
     outcome = encode(make("qwen_like"), {"text": "plain é"}, "text")
-    assert make("qwen_like").tokenizer.decode(outcome.tokens) == "plain é<|end|>" and outcome.supervised.all()
+    assert make("qwen_like").tokenizer.decode(outcome.tokens) == "plain é<|end|>" and outcome.loss_mask.all()
 
 
 @pytest.mark.parametrize("content", ["\n\nled by lines", "ends with lines  \n\n", " a"])
@@ -257,7 +258,7 @@ def test_no_token_reaches_over_the_edge_of_a_turn(content):
         pytest.skip("needs a tokenizer with merges: make smollm2")
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     turns = said("user", "q", "assistant", content)
-    encoder = Encoder(tokenizer, "assistant")
+    encoder = ChatTokenizer(tokenizer, "assistant")
     assert trained(encoder, {"messages": turns}) == [content + "<|im_end|>"]
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
     assert encode(encoder, {"messages": turns}).tokens[: len(prompt)].tolist() == prompt, "as at generation"
@@ -270,7 +271,7 @@ def test_an_edge_inside_a_token_is_cut(make):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}" + (
         "{{ 'ASSISTANT: ' if add_generation_prompt }}"
     )
-    encoder = Encoder(tokenizer, "assistant")
+    encoder = ChatTokenizer(tokenizer, "assistant")
     assert tokenizer.decode(encode(encoder, {"messages": said("user", "q", "assistant", "abc")}).tokens) == (
         "USER: q\nASSISTANT: abc\n"
     )
@@ -356,13 +357,13 @@ def test_a_tokenizer_that_joins_the_blank_to_the_word_behind_it(scheme):
         "{% endfor %}{{ 'ASSISTANT: ' if add_generation_prompt }}"
     )
     record = {"messages": said("user", "what is", "assistant", "the sky", "user", "the colour", "assistant", "blue")}
-    outcome = encode(Encoder(tokenizer, "assistant"), record)
+    outcome = encode(ChatTokenizer(tokenizer, "assistant"), record)
     whole = tokenizer.apply_chat_template(record["messages"], tokenize=False)
     if scheme == "never":
         assert tokenizer.decode(outcome.tokens) == tokenizer.decode(tokenizer(whole)["input_ids"])
     else:
         assert outcome.tokens.tolist() == tokenizer(whole)["input_ids"], "no blank that is not in the text"
-    found = [run.strip() for run in trained(Encoder(tokenizer, "assistant"), record)]
+    found = [run.strip() for run in trained(ChatTokenizer(tokenizer, "assistant"), record)]
     assert found == ["the sky</s>", "blue</s>"]
 
 
@@ -375,10 +376,10 @@ def test_real_files(make, name, file):
     records = json.loads(path.read_text())[:60]
     form = form_of(records[0])
     encoder = make(name)
-    documents = [forms.read(record, Names(form, {}, {})) for record in records]
+    documents = [row_formats.read(record, FieldNames(form, {}, {})) for record in records]
     for document, outcome in zip(documents, encoder.encode(documents), strict=True):
         assert not isinstance(outcome, BadRow), outcome
-        text = encoder.tokenizer.decode(outcome.tokens[outcome.supervised == 1])
+        text = encoder.tokenizer.decode(outcome.tokens[outcome.loss_mask == 1])
         answers = [turn for turn in document.turns if turn["role"] == "assistant"]
         assert text.count(END[name]) == len(answers) and text.endswith(END[name])
         for turn, part in zip(answers, text.split(END[name]), strict=False):
@@ -386,9 +387,9 @@ def test_real_files(make, name, file):
                 assert part.removeprefix(NO_THOUGHT).strip() == turn["content"].strip()
             else:
                 assert turn["tool_calls"][0]["function"]["name"] in part
-        assert np.isin(outcome.supervised, [0, 1]).all()
+        assert np.isin(outcome.loss_mask, [0, 1]).all()
 
 
 def test_common_is_the_longest_common_beginning():
     pairs = {("", "a"): 0, ("abc", "abd"): 2, ("ab", "abc"): 2, ("x", "y"): 0, ("é", "é"): 1}
-    assert {pair: supervision._common(*pair) for pair in pairs} == pairs
+    assert {pair: loss_mask._common(*pair) for pair in pairs} == pairs

@@ -9,8 +9,9 @@ import time
 import pytest
 import transformers
 
-from gearbox import corpus, data
-from gearbox.config import ROOT, load_recipe
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.data import corpus, splits
 
 TRAINING_KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "rows_hash", "seconds",
@@ -56,8 +57,8 @@ def test_exact_match_is_what_greedy_decoding_gives(train, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(outcome.folder / "model")
     sizes = ["batch.row_tokens=32", "eval.fraction=0.3", "eval.samples=99"]
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", [f"data.path={path}", *sizes])
-    documents, _ = corpus.of_recipe(recipe, tokenizer)
-    held_out = data.arrange(recipe, documents, None, tokenizer, packing=True).samples
+    documents, _ = corpus.load_corpora(recipe, tokenizer)
+    held_out = splits.split_and_pack(recipe, documents, None, tokenizer, packing=True).samples
     assert len(held_out) == outcome.output.count("question ")
     right = 0
     for sample in held_out:
@@ -89,11 +90,11 @@ def test_a_run_that_fails_after_its_first_step_keeps_its_numbers(train):
 @pytest.mark.parametrize("gear", ["ddp", "fsdp", "zero3"])
 def test_every_method_runs_in_bf16(train, monkeypatch, gear, method):
     """In the precision of the gears' files, as on a GPU, with the numbers of fp32 to about three digits."""
-    from gearbox import backend
+    from gearbox.distributed import engine
 
     changes = {"full": (), "lora": ("adapter.method=lora",), "qlora": ("adapter.method=lora", "model.quantize=nf4")}
     fp32 = train(gear, *changes[method], ranks=2)
-    monkeypatch.setattr(backend, "precision", lambda gear: gear.precision)
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
     bf16 = train(gear, *changes[method], ranks=2)
     assert set(fp32.codes + bf16.codes) == {0}, fp32.output + bf16.output
     assert bf16.losses == pytest.approx(fp32.losses, rel=2e-2)
@@ -101,9 +102,9 @@ def test_every_method_runs_in_bf16(train, monkeypatch, gear, method):
 
 
 def test_bf16_masters_under_fsdp(train, monkeypatch):
-    from gearbox import backend
+    from gearbox.distributed import engine
 
-    monkeypatch.setattr(backend, "precision", lambda gear: gear.precision)
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
     outcome = train("fsdp", "optim.master_weights=bf16", ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     half = train("fsdp", ranks=2)
@@ -186,19 +187,19 @@ def one_dies(*_):
 
 def test_a_tokenizing_process_that_is_killed_ends_the_run(train, tmp_path, monkeypatch):
     """The others are ended by SIGTERM, which must not be caught by the watch that they have inherited."""
-    from gearbox import corpus
+    from gearbox.data import tokenize
 
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    monkeypatch.setattr(corpus, "_run_worker", one_dies)
+    monkeypatch.setattr(tokenize, "_run_worker", one_dies)
     outcome = train("single", "data.path=builtin:tasks", "data.supervise=last")
     assert outcome.codes == [2], outcome.output
 
 
 def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch):
     """As machines do whose copies of a file differ."""
-    from gearbox import corpus
+    from gearbox.data import corpus
 
-    usual = corpus.of_recipe
+    usual = corpus.load_corpora
 
     def of_rank(recipe, tokenizer, is_builder, tell):
         monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0)
@@ -206,7 +207,7 @@ def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch
         here = recipe.data.model_copy(update={"path": str(path)})
         return usual(recipe.model_copy(update={"data": here}), tokenizer, is_builder, tell)
 
-    monkeypatch.setattr(corpus, "of_recipe", of_rank)
+    monkeypatch.setattr(corpus, "load_corpora", of_rank)
     outcome = train("ddp", ranks=2)
     assert outcome.codes == [2, 2] and outcome.folder is None
     assert "data.path: the ranks 1 have read other data than rank 0; is it the same on every machine?" in outcome.output

@@ -1,1 +1,7 @@
-"""What the commands in src/ are made of. `config` and `gear` need no torch; everything else may."""
+"""Gearbox: one training script for language models; the backend is a gear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

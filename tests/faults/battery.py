@@ -25,7 +25,8 @@ sys.path[:0] = [str(TESTS), str(ROOT / "src")]
 os.chdir(ROOT)
 
 import ledger  # noqa: E402
-from gearbox import checkpoint, command  # noqa: E402
+from gearbox.checkpoint import folders
+from gearbox.launch import outcome  # noqa: E402
 
 WORK = ROOT / ".faults"
 RESULTS = WORK / "results.json"
@@ -140,7 +141,7 @@ def reference(gear: str = "ddp", ranks: int = 2, **changes: str) -> Run:
     """The run that nobody disturbs, once for each kind."""
     what = "-".join(f"{key.split('__')[-1]}{value}" for key, value in sorted(changes.items()))
     run = Run(f"reference-{gear}-{ranks}-{what}", gear, ranks, **changes)
-    if command.read_outcome(run.folder / "status.json").get("outcome") != "done":
+    if outcome.read_outcome(run.folder / "status.json").get("outcome") != "done":
         assert run.start().wait() == 0, run.output[-3000:]
     return run
 
@@ -331,7 +332,7 @@ def damage(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """every file of a checkpoint: bit flipped, page zeroed, truncated, swapped, deleted; and clean loads between"""
     from test_checkpoint import DAMAGES
 
-    source = next(path for _, path in checkpoint.steps(reference().folder / "checkpoints"))
+    source = next(path for _, path in folders.list_checkpoints(reference().folder / "checkpoints"))
     names = sorted(path.name for path in source.iterdir())
     missed, alarms = 0, 0
     for number in range(times):

@@ -8,7 +8,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
 
 if __name__ == "__main__":
-    from gearbox import command
+    from gearbox.launch import cli
 
     spec = importlib.util.spec_from_file_location("real_train", TESTS.parent / "src" / "train.py")
     real = importlib.util.module_from_spec(spec)
@@ -20,4 +20,4 @@ if __name__ == "__main__":
         ledger.install()
         return real.main(arguments)
 
-    command.run(main)
+    cli.run(main)

@@ -1,0 +1,1 @@
+"""A checkpoint as files, and when one is written. No engine."""

@@ -1,0 +1,118 @@
+"""Where a rank's shard waits until it is written, while training goes on: the host's memory, or a local disk."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import xxhash
+
+from gearbox import filesystem
+from gearbox.checkpoint.manifest import CorruptCheckpoint
+from gearbox.checkpoint.shards import DTYPES, TensorShard
+from gearbox.filesystem import CHUNK_BYTES
+
+
+class Staging:
+    """A shard, laid out as its file: in the host's memory, in a buffer that is used again, or on a local disk.
+
+    There it is a file without a name, which goes when the process does: none is left over.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """In a folder of a local disk, or in memory. Raises OSError where that folder cannot be written."""
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.header = b""
+        self.num_bytes = self.num_written = 0
+        self.disk: IO[bytes] | None = None
+        self.digest = ""
+        """Of what was put on the local disk."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.disk = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  as long as the run
+
+    def stage(self, pieces: Iterable[TensorShard]) -> None:
+        """Copy the pieces in. Afterwards they may change. Raises OSError where a local disk is full."""
+        ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
+        self.num_bytes = sum(piece.tensor.nbytes for piece in ordered)
+        entries, at = {}, 0
+        for piece in ordered:
+            end = at + piece.tensor.nbytes
+            entries[piece.key] = {
+                "dtype": DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [at, end],
+            }  # fmt: skip
+            at = end
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        size = self.num_bytes if self.disk is None else min(CHUNK_BYTES, self.num_bytes)
+        if self.buffer.numel() < size:
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        if self.disk is None:
+            self._to_memory(ordered)
+        else:
+            self._to_disk(self.disk, ordered)
+
+    def _to_memory(self, ordered: list[TensorShard]) -> None:
+        at = 0
+        for piece in ordered:
+            tensor, end = piece.tensor, at + piece.tensor.nbytes
+            self.buffer[at:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            at = end
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _to_disk(self, disk: IO[bytes], ordered: list[TensorShard]) -> None:
+        """Chunk by chunk through the buffer, which stays small."""
+        digest = xxhash.xxh3_128()
+
+        def append(part: memoryview) -> None:
+            digest.update(part)
+            while part:
+                part = part[disk.write(part) :]
+
+        self.release()
+        disk.seek(0)
+        append(memoryview(self.header))
+        for piece in ordered:
+            flat = piece.tensor.reshape(-1)
+            for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+                held = self.buffer[: chunk.nbytes]
+                held.view(chunk.dtype).copy_(chunk)
+                append(memoryview(held.numpy()))
+        self.digest = digest.hexdigest()
+
+    def _parts(self) -> Iterator[Any]:
+        if self.disk is not None:
+            self.disk.seek(0)
+            while part := self.disk.read(CHUNK_BYTES):
+                yield part
+            return
+        yield self.header
+        data = self.buffer.numpy()[: self.num_bytes]
+        yield from (data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write the shard, from its first byte to its last, and see it to the disk; returns its size and digest."""
+        digest = xxhash.xxh3_128()
+        self.num_written = 0
+        with path.open("wb") as file:
+            for part in self._parts():
+                digest.update(part)
+                file.write(part)
+                self.num_written += len(part)
+            filesystem.sync(file)
+        size = len(self.header) + self.num_bytes
+        if self.disk is not None and (digest.hexdigest(), self.num_written) != (self.digest, size):
+            raise CorruptCheckpoint("save.stage: what was put on the local disk is not what came back from it")
+        return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+    def release(self) -> None:
+        """Give the room on the local disk back. Memory is kept for the next time."""
+        if self.disk is not None:
+            self.disk.truncate(0)

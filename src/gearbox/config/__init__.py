@@ -1,0 +1,1 @@
+"""What the user wrote, checked before torch is imported."""

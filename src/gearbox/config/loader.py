@@ -1,0 +1,144 @@
+"""Read a recipe: YAML and overrides to a Recipe, with every problem reported at once."""
+
+from __future__ import annotations
+
+import difflib
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, RESUME, Recipe, Source, keys_of_group, recipe_keys
+from gearbox.errors import UserError, did_you_mean, nearest
+
+DEFAULT_RECIPE = Path("recipes/tiny.yaml")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError for unreadable files, bad YAML and repeated keys."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                    line = key_node.start_mark.line + 1
+                    raise UserError(f"{path}:{line}: {key_node.value!r} is given twice; keep one")
+                seen.add(str(key_node.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        raise UserError(f"{path}: there is no such file{did_you_mean(near)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")
+    return content
+
+
+def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """The recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once."""
+    content = read_yaml(path)
+    problems: list[str] = []
+    for override in overrides or []:
+        key, equals, text = override.partition("=")
+        *groups, last = key.split(".")
+        if not equals or not groups:
+            problems.append(f"{override!r}: an override is written group.key=value, such as optim.lr=1e-5")
+            continue
+        target = content
+        for group in groups:
+            if not isinstance(target.get(group), dict):
+                target[group] = {}
+            target = target[group]
+        try:
+            target[last] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            target[last] = text
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        problems += [_explain(item) for item in error.errors()]
+    if recipe is not None:
+        problems += _missing_files(recipe)
+    if problems or recipe is None:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return recipe
+
+
+def _missing_files(recipe: Recipe) -> list[str]:
+    """What looks like a local path must be there; a name such as `org/model` is left to the hub."""
+    problems = []
+    name = recipe.model.name
+    looks_local = name.startswith((".", "/", "~", "models/", "recipes/", "runs/"))
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            problems.append(f"model.name: the folder {name!r} holds no config.json")
+    elif looks_local or name.count("/") > 1:
+        hint = "; `make smollm2` makes it" if name == "models/smollm2-135m" else ""
+        problems.append(
+            f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}"
+        )
+    for path in [source.path for source in recipe.data.sources]:
+        problems += _missing_data("data.path", path)
+    if recipe.eval.path is not None:
+        problems += _missing_data("eval.path", recipe.eval.path)
+    resume = recipe.run.resume
+    if resume not in RESUME and not (Path(resume) / "manifest.json").is_file():
+        problems.append(f"run.resume: {resume!r} is none of {', '.join(RESUME)}, nor a checkpoint's folder")
+    if recipe.data.chat_template is not None and not Path(recipe.data.chat_template).is_file():
+        problems.append(f"data.chat_template: there is no file {recipe.data.chat_template!r}")
+    return problems if not recipe.run.rehearse else [p for p in problems if not p.startswith("model.")]
+
+
+def _missing_data(key: str, path: str) -> list[str]:
+    if path == BUILTIN_TASKS or matches(path):
+        return []
+    if path.startswith("builtin:"):
+        return [f"{key}: {path!r} is unknown; the only built-in data is {BUILTIN_TASKS}"]
+    if any(letter in path for letter in "*?["):
+        return [f"{key}: no file matches {path!r}"]
+    if is_local(path) or path.count("/") > 1:
+        return [f"{key}: there is no file {path!r}"]
+    return []
+
+
+def matches(path: str) -> list[Path]:
+    """The file or folder of that name, or what a glob finds, sorted."""
+    expanded = Path(path).expanduser()
+    return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  of any root
+
+
+def is_local(path: str) -> bool:
+    """Whether data.path speaks of this machine, and not of the hub."""
+    return (
+        path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
+    )
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"] if isinstance(part, str | int)]
+    in_source = location[:3] == ["data", "path", "list"]
+    if location[:2] == ["data", "path"]:
+        del location[2:3]  # the name of the alternative, which the user has not written
+    key, found = ".".join(location), item["input"]
+    if item["type"] == "extra_forbidden":
+        name = location[-1]
+        exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
+        group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
+        siblings = keys_of_group(group)
+        return f"{key}: there is no such key{did_you_mean(exact) or nearest(name, siblings)}"
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message[0].lower()}{message[1:]}, found {found!r}"

@@ -1,0 +1,314 @@
+"""The recipe: what to train. Every key, its type, its default and its unit stand here, once.
+
+Nothing here imports torch, so a misspelt key is reported in well under a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from gearbox.config.adapter_settings import saved_adapter_settings
+from gearbox.errors import nearest
+
+BUILTIN_TASKS = "builtin:tasks"
+LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+MAX_RECORD_BYTES = 16 * 2**20  # of one document; its tokens would take gigabytes to make
+Role = Literal["system", "user", "assistant", "tool"]
+# What a row may hold, by the form it is of; the first form whose required fields (the first tuple) are there is it.
+FORMS = {
+    "messages": (("messages",), ("tools",)),
+    "conversations": (("conversations",), ("system", "tools")),
+    "instruction": (("instruction", "output"), ("input", "system")),
+    "prompt": (("prompt", "completion"), ("system", "tools")),
+    "text": (("text",), ()),
+}
+RESUME = ("auto", "latest", "never")  # or the folder of a checkpoint
+TURN_FIELDS = ("role", "content", "from", "value")
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `2e-5` as a string; here it is a number, as everywhere else."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _no_bool(value: Any) -> Any:
+    """YAML's true is Python's 1; as a count it is a mistake."""
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
+    known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
+    for name in fields:
+        if name not in known:
+            raise ValueError(
+                f"{name!r} is no field of a form{nearest(name, known) or '; they are ' + ', '.join(known)}"
+            )
+    return fields
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+
+
+class Model(Group):
+    name: str
+    """A folder with config.json, or the id of a model on the Hugging Face hub."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub model; null is its default branch."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model, which can do whatever you can. Off unless you have read it."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """pretrained loads the weights; random draws them from train.seed, by the model's config.json."""
+    quantize: Literal["nf4"] | None = None
+    """nf4 keeps the frozen base in 4 bits with double quantization (needs an adapter: QLoRA)."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """auto is sdpa, which isolates packed documents on every device."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+    router_loss: Float | None = Field(None, ge=0)
+    """Weight of the loss that spreads tokens over the experts of a mixture; null is the model's own
+    (router_aux_loss_coef of its config.json), 0 is none."""
+    add_tokens: list[Annotated[str, Field(min_length=1)]] = []
+    """Tokens that the tokenizer gets beside its own, such as [<|note|>]: never split, and shown in answers. Their
+    embeddings start as the mean of all others; with an adapter, the embedding and the output head are adapted too."""
+
+    @field_validator("add_tokens")
+    @classmethod
+    def _each_once(cls, tokens: list[str]) -> list[str]:
+        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
+            raise ValueError(f"{twice[0]!r} is given twice; keep one")
+        return tokens
+
+
+class Adapter(Group):
+    method: Literal["none", "lora", "dora"] = "none"
+    """none trains all weights; lora trains low-rank additions; dora these and each row's magnitude. QLoRA and QDoRA
+    are these with model.quantize."""
+    path: str | None = None
+    """Folder, or id on the hub, of an adapter (safetensors) that training goes on with; its own settings hold."""
+    r: Int = Field(16, ge=1)
+    """Rank of each low-rank addition."""
+    alpha: Float = Field(32.0, gt=0)
+    """The addition is scaled by alpha / r."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) instead, which keeps large ranks from learning slowly."""
+    dropout: Float = Field(0.0, ge=0, lt=1)
+    """Probability of dropping an adapter's input. Above 0 the gears no longer draw the same numbers."""
+    targets: str | list[str] = "all-linear"
+    """Modules to adapt: all-linear (every linear layer but the output head) or a list of names."""
+
+
+class Source(Group):
+    path: str
+    """As data.path."""
+    weight: Float | None = Field(None, gt=0)
+    """Share of the rows of every step, relative to the other weights; null: all rows once an epoch. All or none."""
+    split: str | None = None
+    """As data.split, which is the default."""
+    fields: Fields | None = None
+    """As data.fields, which is the default."""
+
+
+class Data(Group):
+    path: Annotated[
+        Annotated[str, Tag("path")] | Annotated[list[Source], Tag("list"), Field(min_length=1)],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "path"),
+    ]
+    """A .jsonl, .json, .parquet, .csv or .txt file, a folder or glob of them, a dataset saved by `datasets`, a hub
+    dataset's id, or builtin:tasks; or a list of {path, weight, split, fields}."""
+    split: str = "train"
+    """Split of a hub or saved dataset; slices such as train[:5%] are allowed for hub datasets."""
+    form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
+    """Form of the rows; auto tells it by their fields: messages (role, content), conversations (from, value),
+    instruction (input, output), prompt (completion), text. Tool calls: tools beside messages or conversations."""
+    fields: Fields = {}
+    """Other names of fields, such as {instruction: question, output: answer}; null passes over a field."""
+    roles: dict[str, Role] = {}
+    """Other names of roles, such as {bot: assistant}."""
+    chat_template: str | None = None
+    """A file with a chat template (Jinja); null takes the tokenizer's own. It is saved with the model."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Trained turns of a chat, with the end of each: the assistant's, the last of them, or all but tool results."""
+    long: Literal["auto", "truncate", "split", "drop"] = "auto"
+    """A document longer than a row: cut off its end, cut it into pieces, or drop it; auto splits text, cuts chats."""
+    text_unit: Literal["paragraph", "line", "file"] = "paragraph"
+    """What a document of a .txt file is; paragraphs are parted by blank lines."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """stop ends the run at the first row that cannot be used; skip leaves such rows out and lists them in the run."""
+    packing: bool = True
+    """Fill each row with several documents that cannot see each other; false: one a row, batches of similar length."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """data.path as a list, each with its split and fields."""
+        listed = [Source(path=self.path)] if isinstance(self.path, str) else self.path
+        defaults = {"split": self.split, "fields": self.fields}
+        return [s.model_copy(update={k: v for k, v in defaults.items() if getattr(s, k) is None}) for s in listed]
+
+    @field_validator("path")
+    @classmethod
+    def _all_weighted_or_none(cls, path: str | list[Source]) -> str | list[Source]:
+        weighted = [source.weight is not None for source in path] if isinstance(path, list) else []
+        if any(weighted) and not all(weighted):
+            raise ValueError("give a weight to every source or to none")
+        return path
+
+
+class Batch(Group):
+    rows: Int = Field(ge=1)
+    """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
+    row_tokens: Int = Field(ge=8)
+    """Tokens of a row; data.long says what becomes of a longer document."""
+    micro_rows: Int = Field(1, ge=1)
+    """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
+
+
+class Optim(Group):
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    """The others are bitsandbytes': 8bit keeps a byte a moment, paged moves the state out of a full GPU's memory."""
+    lr: Float = Field(gt=0)
+    """Peak learning rate."""
+    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: Float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: Float = Field(0.0, ge=0)
+    """Decoupled weight decay; biases, norms and DoRA's magnitudes are exempt."""
+    max_grad_norm: Float = Field(1.0, ge=0)
+    """Clip the gradient to this L2 norm over all weights; 0 does not clip."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Storage of the trainable weights between steps; bf16 saves 2 bytes a parameter and loses small updates."""
+
+
+class Schedule(Group):
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    warmup_steps: Int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0 to its peak."""
+
+
+class Train(Group):
+    steps: Int | None = Field(None, ge=1)
+    """Optimizer steps; give this or epochs."""
+    epochs: Float | None = Field(None, gt=0)
+    """Passes over the training rows; give this or steps."""
+    seed: Int = Field(0, ge=0)
+    """Draws the data order, random weights and adapters."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        return self
+
+
+class Eval(Group):
+    every: Int = Field(0, ge=0)
+    """Steps between two evaluations; 0 evaluates only at the start and the end."""
+    fraction: Float = Field(0.02, ge=0, lt=1)
+    """Share of the documents held out, chosen by a hash of their content; 0 holds none out."""
+    path: str | None = None
+    """Documents to evaluate on, read like data.path, instead of a fraction; copies of them are not trained on."""
+    samples: Int = Field(2, ge=0)
+    """Held-out questions that are answered before and after the training, to be read."""
+    sample_tokens: Int = Field(48, ge=1)
+    """Longest sample answer, in tokens."""
+
+
+class Save(Group):
+    every: Int = Field(100, ge=0)
+    """Steps between two checkpoints, and one at the end; 0 saves only when a signal ends the run."""
+    keep: Int = Field(2, ge=2)
+    """Newest checkpoints that are kept, beside the one with the lowest held-out loss."""
+    stage: str | None = None
+    """A folder on each machine's own disk where a rank's shard waits until it is written; null: the host's memory."""
+
+
+class Run(Group):
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the run below run.dir; null is <recipe>-<gear>, with -2, -3, ... where that is taken."""
+    dir: str = "runs"
+    """Folder that holds the runs."""
+    rehearse: bool = False
+    """Same architecture, two narrow layers, random weights, no network: for a laptop."""
+    resume: str = "auto"
+    """auto goes on with an unfinished run of that name; latest also with a finished one, for more steps; never starts
+    anew; a checkpoint's folder starts a new run from it."""
+    hang_timeout: Float = Field(600.0, gt=0)
+    """Seconds without progress, after the first step, until each rank's stack is written and the run ends."""
+    max_bad_steps: Int = Field(3, ge=1)
+    """Steps in a row whose loss or gradient is not finite, all of them skipped, until the run ends."""
+
+
+class Recipe(Group):
+    model: Model
+    adapter: Adapter = Adapter()
+    data: Data
+    batch: Batch
+    optim: Optim
+    schedule: Schedule = Schedule()
+    train: Train
+    eval: Eval = Eval()
+    save: Save = Save()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        path = self.adapter.path
+        if path is not None and Path(path).is_dir():
+            self = self.model_copy(update={"adapter": saved_adapter_settings(self.adapter, Path(path))})
+        elif path is not None and self.adapter.method == "none":
+            raise ValueError(
+                f"adapter.path: {path!r} is no folder here; for an adapter of the hub give adapter.method too, lora or "
+                "dora"
+            )
+        if self.model.quantize and self.adapter.method == "none":
+            raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
+        if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be below train.steps ({self.train.steps})"
+            )
+        if self.train.epochs is not None and self.data.sources[0].weight is not None:
+            raise ValueError("train.epochs: weighted sources end at different times: give train.steps instead")
+        return self
+
+    @property
+    def method(self) -> str:
+        """full, lora, qlora, dora or qdora."""
+        if self.adapter.method == "none":
+            return "full"
+        return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
+
+
+def recipe_keys() -> list[str]:
+    """Every key of the schema as group.key."""
+    return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in keys_of_group(field.annotation)]
+
+
+def keys_of_group(annotation: Any) -> list[str]:
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []

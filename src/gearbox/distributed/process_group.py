@@ -1,0 +1,187 @@
+"""The process group: join it, exchange small objects, agree, wait no longer than allowed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from gearbox.config.gear import Gear
+from gearbox.errors import UserError
+from gearbox.launch.topology import RankDevice
+
+LOADING_TIMEOUT = timedelta(hours=2)  # of a collective until the first step is done; then backend.limit_waiting
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def runs_on_cpu() -> bool:
+    return not torch.cuda.is_available()
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0 of the run; known before there is a process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_rank_of_node() -> bool:
+    """Whether this is the first rank on its machine, which does what need be done there once."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def num_idle_gpus() -> int:
+    """GPUs of this machine that no rank of this run uses."""
+    return torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def quiet_libraries() -> None:
+    """Silence what the libraries say on every rank and at every step, and nobody can act on."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # accelerate's, of HSDP's mesh
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # a slow way, once, to save
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def check_ranks(gear: Gear) -> None:
+    """Raise UserError where the ranks are not those asked for, or this machine is not for them."""
+    ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks != gear.num_processes:
+        raise UserError(
+            f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}"
+        )
+    if gear.degree("cp") > 1 and runs_on_cpu():
+        raise UserError(
+            f"{gear.path}: ring attention runs on GPUs only, torch has none for the CPU; rehearse a sequence over "
+            "several ranks with accelerate_configs/ulysses.yaml"
+        )
+    if gear.engine == "single" and ranks > 1:
+        raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
+    if gear.offload == "nvme":
+        _check_disk(gear)
+    if not runs_on_cpu():
+        num_gpus = torch.cuda.device_count()
+        if local_ranks > num_gpus:
+            way_out = f"give --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"
+            raise UserError(f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; {way_out}")
+    elif NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        raise UserError(
+            f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: look at "
+            "nvidia-smi and the torch build; CUDA_VISIBLE_DEVICES= (empty) rehearses on the CPU"
+        )
+
+
+def _check_disk(gear: Gear) -> None:
+    """Raise UserError unless DeepSpeed can move tensors to the disk that the gear names."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UserError(
+            f"{gear.path}: DeepSpeed's disk operations need libaio and a compiler: apt-get install libaio-dev g++ "
+            "ninja-build (they are built once, for minutes), or use accelerate_configs/zero3_offload.yaml"
+        )
+    assert gear.zero_json is not None
+    for part in ("offload_optimizer", "offload_param"):
+        path = gear.zero_json["zero_optimization"].get(part, {}).get("nvme_path")
+        if path is not None and not os.access(
+            next(p for p in [Path(path), *Path(path).parents] if p.exists()), os.W_OK
+        ):
+            raise UserError(f"{gear.zero_path}: {part}.nvme_path: {path} cannot be written; name a local disk")
+
+
+def join_process_group(gear: Gear) -> PartialState:
+    """Join the process group, after check_ranks."""
+    quiet_libraries()
+    if not runs_on_cpu():
+        return PartialState(timeout=LOADING_TIMEOUT)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
+    if gear.engine == "zero":
+        # Without its own start DeepSpeed would find one process where there are several.
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each rank compiles it for 100 s
+        deepspeed.init_distributed(
+            dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=LOADING_TIMEOUT
+        )
+    state = PartialState(cpu=True, timeout=LOADING_TIMEOUT)
+    if gear.engine in ("fsdp", "zero"):
+        # accelerate turns FSDP and ZeRO into data parallelism for MULTI_CPU; as MULTI_GPU it takes them as they are,
+        # and the device stays the CPU. The attribute is private: nowhere else is it touched.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return state
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank, and the number of ranks."""
+    return PartialState().process_index, PartialState().num_processes
+
+
+def gather(found: Any) -> list[Any]:
+    """The object of each rank, by rank, on every rank."""
+    from accelerate.utils import gather_object
+
+    return list(gather_object([found])) if PartialState().num_processes > 1 else [found]
+
+
+def decide(work: Callable[[], Any]) -> Any:
+    """What rank 0's call returns, on every rank; its UserError too."""
+    result, refusal = None, None
+    if is_first_rank():
+        try:
+            result = work()
+        except UserError as error:
+            refusal = str(error)
+    result, refusal = gather((result, refusal))[0]
+    if refusal is not None:
+        raise UserError(refusal)
+    return result
+
+
+def sum_over_ranks(numbers: list[int]) -> list[int]:
+    """The sums over all ranks."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return [int(number) for number in numbers]
+    counted = torch.tensor([int(number) for number in numbers], device=state.device)
+    torch.distributed.all_reduce(counted)
+    return counted.tolist()
+
+
+def rank_devices() -> list[RankDevice]:
+    """Host and device of each rank, on every rank."""
+    device = PartialState().device
+    named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+    return gather(RankDevice(socket.gethostname(), named))
+
+
+def pids_of_node() -> dict[int, int]:
+    """Rank to process id."""
+    found = gather((socket.gethostname(), os.getpid()))
+    return {rank: pid for rank, (host, pid) in enumerate(found) if host == socket.gethostname()}
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """From here on a collective that takes longer fails. Loading takes long; a step does not."""
+    if torch.distributed.is_initialized():
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        for group in list(_world.pg_map):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def check_same_data(what: str) -> None:
+    """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
+    found = gather(what)
+    if len({*found}) > 1:
+        others = ", ".join(str(rank) for rank, read in enumerate(found) if read != found[0])
+        raise UserError(
+            f"data.path: the ranks {others} have read other data than rank 0; is it the same on every machine?"
+        )

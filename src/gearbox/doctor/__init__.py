@@ -1,0 +1,1 @@
+"""Whether this machine, or this cluster, is ready."""

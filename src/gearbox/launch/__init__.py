@@ -1,0 +1,1 @@
+"""How a process starts, is watched and ends. No torch."""

@@ -1,0 +1,43 @@
+"""The gear this process was launched with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gearbox import ROOT
+from gearbox.config.gear import NESTED, Gear, load_gear
+from gearbox.processes import launcher_command
+
+LAUNCHER_FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NESTED.values())
+
+
+def find_gear() -> Gear:
+    """The gear of this process: the config file on the launcher's command line, accelerate's default file, or our own.
+
+    Without accelerate's launcher it is single, or ddp under torchrun, whose ranks may be one today and two tomorrow.
+    """
+    command = launcher_command()
+    flags = _launcher_flags(command) if command else {}
+    if "config_file" in flags:
+        return load_gear(Path(flags["config_file"]), flags)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    default = home / "accelerate" / "default_config.yaml"
+    if command and default.is_file():
+        return load_gear(default, flags)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    name = "ddp" if "TORCHELASTIC_RUN_ID" in os.environ or ranks != "1" else "single"
+    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": ranks})
+
+
+def _launcher_flags(command: list[str]) -> dict[str, str]:
+    """The launcher's flags that change what a gear says."""
+    flags = {}
+    for part, after in zip(command, [*command[1:], ""], strict=True):
+        if part.endswith(".py") and "launch" not in part:
+            break  # what follows is ours
+        name, equals, value = part.removeprefix("--").partition("=")
+        name = name.replace("-", "_")  # accelerate takes both spellings
+        if part.startswith("--") and name in LAUNCHER_FLAGS:
+            flags[name] = value if equals else after
+    return flags

@@ -1,0 +1,216 @@
+"""Weights, quantization and adapters: from a recipe to a model, and from a model to a folder that others load."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from gearbox import ROOT
+from gearbox.config.recipe import Model, Recipe
+from gearbox.distributed import pipeline_stages
+from gearbox.errors import UserError
+from gearbox.filesystem import digest_of
+from gearbox.model import adapters, loss
+
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
+transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
+# PEFT's own patterns for the experts of a mixture, which it applies nevertheless.
+warnings.filterwarnings(
+    "ignore", category=RuntimeWarning, message=".*_pattern keys did not match any targeted module.*"
+)
+
+TINY = ROOT / "recipes" / "tiny"
+ARCHITECTURES = ROOT / "recipes" / "architectures"
+
+
+def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> Any:
+    """The model's tokenizer, with the chat template of that file if there is one, and with the recipe's added tokens.
+
+    These are no special tokens: those are taken out of answers, where whoever parses a mark looks for it. A rehearsal
+    of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
+    except Exception as error:
+        if not rehearse:
+            raise explain_load_error(model.name, error) from None
+        tokenizer = AutoTokenizer.from_pretrained(TINY)
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"model.name: {model.name!r} has a slow tokenizer, which cannot say where its tokens lie in the text"
+        )
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
+        raise UserError(f"model.add_tokens: {known[0]!r} is a token of {model.name} already; take it out")
+    tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
+    return tokenizer
+
+
+def load_config(model: Model, rehearse: bool) -> Any:
+    """The architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
+    try:
+        config = AutoConfig.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
+    except Exception as error:
+        shipped = ARCHITECTURES / f"{model.name.replace('/', '--')}.json"
+        if not rehearse:
+            raise explain_load_error(model.name, error) from None
+        if not shipped.is_file():
+            raise UserError(
+                f"model.name: a rehearsal needs the architecture of {model.name!r}: it is neither a folder, nor in the "
+                f"cache, nor at {shipped.relative_to(ROOT)}; put the model's config.json there"
+            ) from None
+        config = AutoConfig.from_pretrained(shipped)
+    if config.__class__ not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
+    return config
+
+
+def hub_options(model: Model) -> dict[str, Any]:
+    """Which revision to load, and whether code that comes with it may run: said each time, else a prompt would ask."""
+    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+
+
+def explain_load_error(name: str, error: Exception) -> UserError:
+    """Why a model could not be had, in one line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return UserError(
+            f"model.name: {name!r} is gated: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
+        )
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return UserError(
+            f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private"
+        )
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"model.name: {name!r} brings Python code of its own; read it, then set model.trust_remote_code=true"
+        )
+    if "safetensors" in str(error):
+        return UserError(
+            f"model.name: {name!r} has no safetensors weights, and pickled ones could run code: convert them in a "
+            "sandbox by AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
+        )
+    offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
+    if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
+        return UserError(
+            f"model.name: {name!r} is neither on this machine nor can the hub be reached; give a local folder, or "
+            "rehearse with run.rehearse=true"
+        )
+    return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+
+
+def load(
+    source: str,
+    recipe: Recipe,
+    tokenizer: Any,
+    precision: str,
+    placing: dict[str, Any] | None = None,
+    part: pipeline_stages.Stage | None = None,
+) -> torch.nn.Module:
+    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
+
+    With `part` it is one stage of a pipeline alone. Full fine-tuning loads fp32 masters (bf16 if the recipe says so);
+    an adapter's frozen base comes in the precision of the forward pass, and the adapter itself in fp32.
+    """
+    settings, masters = recipe.model, recipe.optim.master_weights
+    compute = torch.bfloat16 if precision == "bf16" else torch.float32
+    trains_all = recipe.adapter.method == "none"
+    dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings)}
+    options |= placing or {}
+    if settings.quantize:
+        options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
+    family = AutoModelForCausalLM
+    if part is not None:
+        config = AutoConfig.from_pretrained(source, **hub_options(settings))
+        family = pipeline_stages.stage_class(config, part)
+        if settings.quantize:  # what stays as it is (the head) would be guessed anew for each stage
+            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(
+                pipeline_stages.meta_model(config)
+            )
+    try:
+        loaded = family.from_pretrained(source, **hub_options(settings), use_safetensors=True, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise explain_load_error(source, error) from None
+    loaded.config.use_cache = False
+    adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
+    if settings.quantize:
+        _check_quantized(loaded, settings)
+    if not trains_all:
+        loaded = adapters.attach_adapter(loaded, recipe)
+        if masters == "bf16":
+            for parameter in loaded.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+    loss.install_loss(loaded, settings.router_loss)
+    if settings.gradient_checkpointing:
+        # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
+        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return loaded
+
+
+def _attention(source: str, model: Model) -> str:
+    """sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager; or what the recipe names."""
+    if model.attention != "auto":
+        return model.attention
+    config = AutoConfig.from_pretrained(source, **hub_options(model))
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
+
+
+def _nf4(compute: torch.dtype) -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        # uint8, the default, is left out of FSDP's sharding without an error.
+        bnb_4bit_quant_storage=compute,
+    )
+
+
+def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:
+    """Raise UserError where most weights stayed as they were: bitsandbytes quantizes linear layers, and no experts."""
+    experts = sum(p.numel() for p in loaded.parameters() if p.dim() > 2)
+    if experts > sum(p.numel() for p in loaded.parameters()) / 2:
+        raise UserError(
+            f"model.quantize: {model.quantize} is for linear layers, and most weights of {model.name} are experts, "
+            "which would stay as they are; use model.quantize=null: an adapter reaches the experts too"
+        )
+
+
+def architecture(source: str, model: Model) -> Any:
+    """The config of the weights at `source`. Raises UserError where they cannot be had."""
+    try:
+        return AutoConfig.from_pretrained(source, **hub_options(model))
+    except (OSError, ValueError) as error:
+        raise explain_load_error(source, error) from None
+
+
+def fingerprint(source: str, recipe: Recipe) -> str | None:
+    """Identifies what an adapter is trained upon: a folder's weights by their content, the hub's by their commit, and
+    the adapter that it goes on from."""
+    if recipe.adapter.method == "none":
+        return None
+    files = sorted(Path(source).glob("*.safetensors"))
+    found = [digest_of(file) for file in files]
+    if not files:
+        found = [str(getattr(AutoConfig.from_pretrained(source, **hub_options(recipe.model)), "_commit_hash", None))]
+    if recipe.adapter.path is not None:
+        found.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
+    return " ".join(found)

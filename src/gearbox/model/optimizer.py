@@ -1,0 +1,48 @@
+"""The optimizer and its learning rate, both by the recipe."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from gearbox.config.recipe import Optim, Schedule
+
+
+def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW over the trainable weights; biases, norms and DoRA's magnitudes, which zero is no rest for, never decay."""
+    decayed: list[torch.nn.Parameter] = []
+    exempt: list[torch.nn.Parameter] = []
+    seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
+    for module in model.modules():
+        is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                (exempt if is_norm or name == "bias" else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    numbers: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    groups = [group for group in groups if group["params"]]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, **numbers)
+    import bitsandbytes
+
+    # On a CPU a rehearsal takes the same steps in the memory that it has.
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+    bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
+    return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
+
+
+def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:
+    """The rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
+    if step < schedule.warmup_steps:
+        return optim.lr * (step + 1) / schedule.warmup_steps
+    progress = (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[schedule.name]
+    return optim.lr * shape

@@ -1,0 +1,62 @@
+"""Checks on the real model: the loss equals its own, packed documents do not leak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+
+from gearbox.data.batches import IGNORE_INDEX
+from gearbox.errors import UserError
+
+
+def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
+    """Hold the loss against plain cross entropy on the logits of the model's own forward; UserError where they part.
+
+    Every rank runs it, on the wrapped model: families shape their logits in ways that _logit_shape may not know.
+    """
+    tokens = torch.arange(1, 17, device=device)[None] % num_tokens
+    positions = torch.arange(16, device=device)[None]
+    labels = tokens.roll(-1, 1)
+    model.eval()
+    with torch.no_grad():
+        ours, _ = model(input_ids=tokens, position_ids=positions, labels=labels)
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    model.train()
+    theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
+    if not abs(ours.sum().item() - theirs) <= tolerance * abs(theirs):
+        raise UserError(
+            f"model.name: this family shapes its logits in a way that Gearbox does not know: its own loss is "
+            f"{theirs:.5g}, ours {ours.sum().item():.5g}; extend _logit_shape in src/gearbox/loss.py"
+        )
+
+
+def packing_leak(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    num_tokens: int,
+    own_tokens: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]] = nullcontext,
+) -> torch.Tensor:
+    """How far documents see their neighbours: the largest change of a token's loss when another document changes, [].
+
+    `batch` is a packed one, in the shape that training uses and on the model's device. The first document of each row
+    gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it,
+    on the tokens that `own_tokens` leaves it, in the mode of training: engines treat the other one differently.
+    """
+    documents = batch["document_ids"]
+    changed = documents == documents[:, :1]
+    labels = torch.roll(batch["input_ids"], -1, 1).masked_fill(documents != torch.roll(documents, -1, 1), IGNORE_INDEX)
+    others = torch.where(changed, (batch["input_ids"] + num_tokens // 2) % num_tokens, batch["input_ids"])
+    whole = {
+        "usual": batch["input_ids"], "others": others, "position_ids": batch["position_ids"],
+        "labels": labels.masked_fill(changed | (documents < 0), IGNORE_INDEX),
+    }  # fmt: skip
+    losses = []
+    with own_tokens(whole) as mine, torch.no_grad():
+        for tokens in ("usual", "others"):
+            torch.manual_seed(0)  # dropout, if any
+            inputs = {"position_ids": mine["position_ids"], "labels": mine["labels"]}
+            losses.append(model(input_ids=mine[tokens], **inputs)[0])
+    return (losses[0] - losses[1]).abs().max()

@@ -1,0 +1,65 @@
+"""Random weights, and the narrow copy of an architecture for a rehearsal."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import transformers
+
+from gearbox import filesystem
+
+
+def shrink_config(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 2) -> Any:
+    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before.
+
+    Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
+    """
+    heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
+    ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    narrow = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // ratio),
+        "head_dim": None if hasattr(config, "qk_rope_head_dim") else 64 // heads,  # there it follows from that one
+        "vocab_size": len(tokenizer) - num_added,
+        "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
+        "max_window_layers": num_layers,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }
+    for key, value in narrow.items():
+        if value is not None and getattr(config, key, None) is not None:
+            setattr(config, key, value)
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, key, getattr(tokenizer, key))
+    config.dtype = torch.float32
+    return config
+
+
+def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+    """Draw random weights once, as a folder, so that every gear loads them the way it loads real ones.
+
+    bf16 has the same numbers, as it mostly has the hub's: ZeRO in bf16 rounds what it loads, so that its fp32 masters
+    would start from other weights than another gear's. Atomic; a folder that another process finished first stays.
+    """
+    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share it, and process ids
+    transformers.set_seed(seed)
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
+    try:
+        with filesystem.atomic_folder(folder, aside) as filled:
+            model.save_pretrained(filled)
+            tokenizer.save_pretrained(filled)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        if not folder.exists():
+            raise

@@ -1,0 +1,285 @@
+"""A run's folder: whose it is, what it goes on from, and how it ended. Every rank calls these together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gearbox import filesystem
+from gearbox.checkpoint import folders, manifest, shards
+from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest, verify_shards
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.config.recipe import RESUME, Recipe
+from gearbox.distributed import sharded_state
+from gearbox.errors import UserError
+from gearbox.launch import outcome
+from gearbox.launch.outcome import write_outcome
+from gearbox.redact import redacted
+
+LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
+APPEARS_SECONDS = 10  # NFS may remember that a folder was not there
+MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
+MAY_NOT = ("run.rehearse",)
+
+
+@dataclass
+class Run:
+    folder: Path
+    progress: TrainState
+    checkpoint: Path | None = None
+    """What it goes on from; verified."""
+    manifest: dict[str, Any] | None = None
+    saved_step: int = 0
+    """Of the newest checkpoint in this folder."""
+    has_begun: bool = False
+    """Whether it has taken a step, in this process."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def restore(self, bare: Any, engine: Any, optimizer: Any, gather: sharded_state.Gather) -> None:
+        """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
+        assert self.checkpoint is not None and self.manifest is not None
+        gear = self.manifest["gear"]
+        written_by = f"accelerate_configs/{gear['name']}.yaml with --num_processes {gear['num_processes']}"
+        try:
+            saved = shards.ShardReader(self.checkpoint, self.manifest)
+            sharded_state.restore(bare, engine, optimizer, saved, written_by, gather)
+        except manifest.CorruptCheckpoint as error:
+            raise UserError(f"{self.checkpoint}: {error}") from None
+
+    def check_same(self, rows: str, base: str | None) -> None:
+        """Raise UserError where the checkpoint was made from other rows, or upon other frozen weights."""
+        saved = self.manifest or {"rows": rows, "base": base}
+        if saved["rows"] != rows:
+            raise UserError(
+                f"{self.checkpoint}: was trained on other rows: the data behind data.path, or what eval holds out of "
+                "it, has changed since; put it back, or start anew with run.resume=never"
+            )
+        if saved["base"] != base:
+            raise UserError(
+                f"{self.checkpoint}: its adapter was trained upon other weights than model.name, or adapter.path, has "
+                "now; put them back, or start anew with run.resume=never"
+            )
+
+    def says(self, outcome: str, text: str = "") -> None:
+        """Leave in status.json how the run stands, and tell it to each machine's launcher. Called by every rank."""
+        folder = self.folder if os.environ.get("RANK", "0") == "0" else None
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            write_outcome(
+                outcome, text, folder, run=str(self.folder), step=self.progress.step, saved_step=self.saved_step,
+                pid=os.getpid(), host=socket.gethostname(),
+            )  # fmt: skip
+
+
+@contextmanager
+def open_run(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[str], None]) -> Iterator[Run]:
+    """The folder of this run, locked against others; a new one goes away again if it ends before its first step.
+
+    `processes` is `backend`, or what speaks like it for the ranks.
+    """
+    mine: list[filesystem.Lock] = []
+
+    def choose() -> tuple[str, bool]:
+        try:
+            folder, is_new, lock = _choose_folder(recipe, recipe.run.name or default_name, begun)
+        except OSError as error:
+            raise UserError(f"run.dir: {recipe.run.dir} cannot be written: {error.strerror}") from None
+        mine.append(lock)
+        return str(folder), is_new
+
+    begun = next(filter(None, processes.gather(os.environ.get(outcome.RUN_FOLDER))), None)  # one launcher may be newer
+    name, is_new = processes.first_decides(choose)
+    run = Run(Path(name), TrainState())
+    try:
+        blind = [
+            str(rank)
+            for rank, sees in enumerate(processes.gather(filesystem.wait_for_path(run.folder, APPEARS_SECONDS)))
+            if not sees
+        ]
+        if blind:
+            raise UserError(
+                f"run.dir: rank {', '.join(blind)} cannot see {run.folder}; all machines need the same run.dir"
+            )
+        here = recipe.run.resume in RESUME or folders.list_checkpoints(run.checkpoints)
+        _find_checkpoint(run, run.checkpoints if here else Path(recipe.run.resume), recipe, processes, tell)
+        if mine:
+            if mine[0].problem:
+                tell(f"{run.folder}: cannot be locked ({mine[0].problem}): see that no other run has this run.name")
+            for folder in folders.delete_unfinished(run.checkpoints):
+                tell(f"{folder} was never finished, and is removed")
+            for leftover in (run.folder / "hang").glob("*.txt"):  # of ranks that were killed; others have a stack
+                if not leftover.stat().st_size:
+                    leftover.unlink()
+            resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
+            (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
+            if run.checkpoint is None:
+                run.says("running")
+        yield run
+    except BaseException as found:
+        if run.has_begun and isinstance(found, UserError):
+            run.says("failed", f"gearbox: {found}")
+        if mine and is_new and not run.has_begun:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
+    finally:
+        for lock in mine:
+            lock.release()
+
+
+def versions() -> dict[str, str]:
+    """Of what decides about numbers."""
+    names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
+    return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
+
+
+def _choose_folder(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, filesystem.Lock]:
+    """The folder to run in, whether it is new, and its lock; `begun` is the one that a launcher wants gone on with."""
+    parent, resume = Path(recipe.run.dir), recipe.run.resume
+    parent.mkdir(parents=True, exist_ok=True)
+    series = _series(parent, name)
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if begun is not None:
+        return (folder := Path(begun)), False, _lock(folder)
+    if resume == "latest" and not series:
+        raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
+    if series and (resume != "never" or is_restart):
+        last = series[-1]
+        if resume == "latest" or _is_to_continue(last, recipe, is_restart):
+            lock = _lock(last)
+            is_done = outcome.read_outcome(last / "status.json").get("outcome") == "done"
+            if resume == "latest" and is_done and not folders.list_checkpoints(last / "checkpoints"):
+                lock.release()
+                raise UserError(
+                    f"run.resume: latest, but {last} is done and has no checkpoint to go on from; take run.resume=never"
+                )
+            if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # it may have ended meanwhile
+                return last, False, lock
+            lock.release()
+    folder = _create_folder(parent, name)
+    return folder, True, _lock(folder)
+
+
+def _series(parent: Path, name: str) -> list[Path]:
+    """name, name-2, name-3, ...: those that are there, by number."""
+    numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in parent.glob(f"{name}-*") if folder.is_dir()}
+    siblings = sorted((int(number), folder) for folder, number in numbers.items() if number.isdigit())
+    return [*([parent / name] if (parent / name).is_dir() else []), *(folder for _, folder in siblings)]
+
+
+def _is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
+    """Whether `auto`, or a checkpoint's path, means this run: it is not finished, and no other one."""
+    status = outcome.read_outcome(folder / "status.json")
+    saved = _resolved(folder)
+    has_checkpoints = bool(folders.list_checkpoints(folder / "checkpoints"))
+    if status.get("outcome") == "done" or (not status and not has_checkpoints):
+        return False
+    if recipe.run.resume not in RESUME and saved.get("run", {}).get("resume") != recipe.run.resume:
+        return False
+    if has_checkpoints:
+        return True
+    return is_restart or (status["outcome"] != "failed" and not _differences(saved, recipe))
+
+
+def _resolved(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _create_folder(parent: Path, name: str) -> Path:
+    """name, or name-2, name-3, ... after the last one that is there; made now."""
+    while True:
+        there = _series(parent, name)
+        last = there[-1].name.removeprefix(f"{name}-") if there else "0"
+        folder = parent / (f"{name}-{int(last) + 1 if last.isdigit() else 2}" if there else name)
+        with suppress(FileExistsError):  # somebody was faster
+            folder.mkdir()
+            return folder
+
+
+def _lock(folder: Path) -> filesystem.Lock:
+    """Two runs in one folder would overwrite each other. The lock goes with the process that holds it."""
+    lock = filesystem.Lock(folder / "lock", LOCK_SECONDS)
+    if lock.is_taken:
+        owner = outcome.read_outcome(folder / "status.json")
+        raise UserError(
+            f"run.name: {folder} is in use by process {owner.get('pid')} on {owner.get('host')}; wait for it, or give "
+            "this one a run.name"
+        )
+    return lock
+
+
+def _find_checkpoint(
+    run: Run,
+    source: Path,
+    recipe: Recipe,
+    processes: Any,
+    tell: Callable[[str], None],
+) -> None:
+    """Set what the run goes on from: the newest whole checkpoint in a folder of them, or the one named."""
+    is_one = (source / MANIFEST).is_file()
+    candidates = [str(source)] if is_one else [str(path) for _, path in folders.list_checkpoints(source)]
+    candidates = processes.gather(candidates)[0]
+    rank, num_ranks = processes.place()
+    bad = []
+    for folder in map(Path, candidates):
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(folder)
+            names = sorted(manifest["files"])[rank::num_ranks]
+            verify_shards(folder, {name: manifest["files"][name] for name in names})
+        except CorruptCheckpoint as found:
+            problem = str(found)
+        else:
+            try:
+                run.progress = TrainState.from_json(manifest["progress"])
+            except TypeError as found:
+                problem = f"is of another version: {found}"
+        if problems := [found for found in processes.gather(problem) if found]:
+            bad.append(folder)
+            tell(f"{folder} is passed over: {problems[0]}")
+            continue
+        assert manifest is not None
+        if different := _differences(manifest["recipe"], recipe):
+            raise UserError(
+                f"{folder}: was made by another recipe: {'; '.join(different)}; put that back, or start anew with "
+                "run.resume=never"
+            )
+        run.checkpoint, run.manifest = folder, manifest
+        # One in another folder is not this run's.
+        run.saved_step = manifest["step"] if folder.parent == run.checkpoints else 0
+        return
+    if bad:
+        raise UserError(
+            f"{source}: no checkpoint is whole ({len(bad)} of them, see above); run.resume=never starts anew in "
+            "another folder"
+        )
+
+
+def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The keys whose change makes it another run, with both values."""
+    there, here = _flat(saved), _flat(redacted(recipe.model_dump(mode="json")))
+    return [
+        f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key) and (key in MAY_NOT or not key.startswith(MAY_CHANGE))
+    ]
+
+
+def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
+    """group.key to value."""
+    return {f"{group}.{key}": value for group, found in recipe.items() for key, value in found.items()}
