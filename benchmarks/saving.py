@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 import conftest  # noqa: E402  the environment of the warm ranks
 import train as script  # noqa: E402
 from gearbox.checkpoint import checkpointer  # noqa: E402
+from gearbox.checkpoint.staging import Staging  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 RUNS = 3
@@ -31,7 +32,7 @@ BILLION = {
 }  # fmt: skip
 
 script.ask_saved = lambda *_: "(not asked)"
-begin, fill = checkpointer.Checkpointer._start_save, checkpointer.checkpoint.Staging.stage
+begin, fill = checkpointer.Checkpointer._start_save, Staging.stage
 
 
 def synchronous(self: checkpointer.Checkpointer, progress: object) -> None:

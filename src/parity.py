@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     from gearbox.distributed import engine
     from gearbox.reporting import run_comparison
 
-    screen = console.make_console(is_main=True)
+    screen = console.make_console(speaks=True)
     folder = make_folder(Path(recipe.run.dir), f"parity-{recipe_path.stem}")
     precision = "bf16" if any(engine.precision(gear) == "bf16" for gear in gears) else "no"
     compared: list[run_comparison.Compared] = []

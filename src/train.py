@@ -61,10 +61,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, process_group.is_first_rank_of_node(), screen.print)
     prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
 
-    processes = process_group.join_process_group(gear)
-    seats = process_group.rank_devices()
+    world = process_group.join_process_group(gear)
+    seats = world.rank_devices()
     topology.check_single_world(seats)
-    process_group.check_same_data(f"{documents.key} {evaluated.key if evaluated else ''}")
+    process_group.check_same_data(world, f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
     for line in topology.format_rank_table(seats):
         screen.print(line)
@@ -78,8 +78,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         )
 
     name = f"{recipe_path.stem}-{gear.name}"
-    with run_folder.open_run(recipe, name, engine, screen.print) as run, watching.running():
-        source = weights_of(recipe, tokenizer, run.folder, processes, num_layers=max(2, gear.degree("pp")))
+    with run_folder.open_run(recipe, name, world, screen.print) as run, watching.running():
+        source = weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
         architecture = loading.architecture(source, recipe.model)
         check_architecture(gear, architecture, recipe.model.router_loss)
         if gear.degree("pp") > 1:
@@ -98,7 +98,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         wrapped, optimizer = engine.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
         bare = engine.unwrap_model(accelerator, wrapped)
         if run.checkpoint is not None:
-            run.restore(bare, wrapped, optimizer, process_group.gather)
+            run.restore(bare, wrapped, optimizer, world.gather)
         facts = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
         probes.check_loss(
             wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
@@ -112,7 +112,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
                 prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, packing=False)
         engine.fix_ddp_bucket_order(accelerator, wrapped, prepared.training.batch([None]))
         rows_key = f"{documents.key} {prepared.training.key}"
-        base = process_group.decide(lambda: loading.fingerprint(source, recipe))
+        base = world.decide(lambda: loading.fingerprint(source, recipe))
         run.check_same(rows_key, base)
         num_rows = len(prepared.training)
         num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
@@ -120,19 +120,17 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             raise UserError(
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
             )
-        size = sharded_state.checkpoint_bytes(bare, optimizer, process_group.gather)
+        size = sharded_state.checkpoint_bytes(bare, optimizer, world.gather)
         if weight := router_loss.router_weight(bare):
             facts["router loss"] = f"{weight:g} x the unbalance of the experts"
-        facts["checkpoints"], renames = process_group.decide(
-            lambda: disk_space.check_space(run.checkpoints, recipe.save, size)
-        )
+        facts["checkpoints"], renames = world.decide(lambda: disk_space.check_space(run.checkpoints, recipe.save, size))
         facts = plan.data_facts(recipe, documents, prepared, tokenizer) | facts
         facts = print_plan(screen, gear, recipe, facts, num_steps, micro_rows, run.folder)
         if run.checkpoint is not None:
             screen.print(f"[bold]goes on[/] from {run.checkpoint}, step {run.progress.step} of {num_steps}")
         shown = preview.first_documents(prepared.training, tokenizer, 5)
         preview.show(screen, shown[:1], preview.SHOWN_CHARACTERS)
-        if processes.is_main_process:
+        if world.rank == 0:
             write_dropped([*prepared.dropped, *prepared.dropped_of_evaluation], run.folder)
 
         def samples() -> dict[str, str]:
@@ -143,8 +141,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         def describe() -> dict[str, Any]:
             """What a manifest holds beside the progress and the files."""
             return {
-                "parameters": sharded_state.full_shapes(bare, process_group.gather),
-                "scalars": sharded_state.scalars(bare, optimizer, process_group.gather),
+                "parameters": sharded_state.full_shapes(bare, world.gather),
+                "scalars": sharded_state.scalars(bare, optimizer, world.gather),
                 "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": run_folder.versions(),
                 "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
             }  # fmt: skip
@@ -153,27 +151,27 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             run.progress.answers_before = samples()
         with metrics.Metrics(run.folder, screen, num_steps, run.progress) as log:
             checkpoints = checkpointer.Checkpointer(
-                run.checkpoints, recipe.save, rank=processes.process_index, run_id=process_group.gather(uuid4().hex[:8])[0],
+                run.checkpoints, recipe.save, rank=world.rank, run_id=world.gather(uuid4().hex[:8])[0],
                 saved_step=run.saved_step, renames=renames,
-                beat=watching.heartbeat, agree=process_group.sum_over_ranks, gather=process_group.gather,
-                pieces=lambda: sharded_state.local_shards(bare, optimizer, processes.process_index, process_group.gather),
+                beat=watching.heartbeat, agree=world.sum, gather=world.gather,
+                pieces=lambda: sharded_state.local_shards(bare, optimizer, world.rank, world.gather),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, **said),
             )  # fmt: skip
-            watching.watch_peers(process_group.pids_of_node())
+            watching.watch_peers(world.pids_of_node())
             stopped = fit(
-                gear, recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, log, checkpoints,
+                gear, recipe, accelerator, wrapped, optimizer, prepared, num_steps, micro_rows, run, world, log, checkpoints,
                 watching,
             )  # fmt: skip
             if stopped:
                 watching.disarm()
                 return end_saved(run, screen, accelerator)
             watching.disarm(ignores_signals=run.saved_step < num_steps)
-            process_group.set_collective_timeout(process_group.LOADING_TIMEOUT.total_seconds())
+            world.set_collective_timeout(process_group.LOADING_TIMEOUT.total_seconds())
             after = samples()
 
         trained = full_parameters.iter_full_parameters(
             accelerator, bare, only_trainable=recipe.adapter.method != "none",
-            beside=adapters.saved_frozen_names(bare, recipe), gather=process_group.gather,
+            beside=adapters.saved_frozen_names(bare, recipe), gather=world.gather,
         )  # fmt: skip
         export.save(bare, trained, tokenizer, source, export.stored_dtype(architecture), run.folder / "model")
         accelerator.wait_for_everyone()
@@ -201,6 +199,7 @@ def fit(
     num_steps: int,
     micro_rows: int,
     run: Any,
+    world: Any,
     log: Any,
     checkpoints: Any,
     watching: watchdog.Watchdog,
@@ -210,7 +209,7 @@ def fit(
     Returns whether it was asked to stop, and has saved all that is to be gone on from.
     """
     from gearbox.data import batches, sampler
-    from gearbox.distributed import engine, process_group
+    from gearbox.distributed import engine
     from gearbox.model import router_loss
     from gearbox.model.optimizer import learning_rate
     from gearbox.training import evaluation
@@ -223,7 +222,7 @@ def fit(
 
     def goes_on() -> bool:
         watching.heartbeat(f"step {progress.step}, evaluation")
-        return not any(process_group.sum_over_ranks([watching.stop_signal is not None]))
+        return not any(world.sum([watching.stop_signal is not None]))
 
     while True:
         is_last = progress.step == num_steps
@@ -273,7 +272,7 @@ def fit(
         if progress.step == first_step + 1:
             run.has_begun = True
             run.says("running")
-            process_group.set_collective_timeout(recipe.run.hang_timeout + watchdog.GRACE_SECONDS)
+            world.set_collective_timeout(recipe.run.hang_timeout + watchdog.GRACE_SECONDS)
             watching.arm(run.folder / "hang", recipe.run.hang_timeout)
 
 
@@ -384,7 +383,7 @@ def rehearsed(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num_layers: int) -> str:
+def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, world: Any, num_layers: int) -> str:
     """Folder or hub id of the weights to start from; random ones are drawn once and written into the run's folder.
 
     A rehearsal's have num_layers.
@@ -394,12 +393,13 @@ def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, processes: Any, num
     if recipe.model.init == "pretrained":
         return recipe.model.name
     base = folder / "base"
-    with processes.main_process_first():
-        if not base.exists():
+    for is_my_turn in (world.rank == 0, world.rank != 0):
+        if is_my_turn and not base.exists():
             config = loading.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:
                 config = random_init.shrink_config(config, tokenizer, len(recipe.model.add_tokens), num_layers)
             random_init.write_random(config, tokenizer, recipe.train.seed, base)
+        world.barrier()
     return str(base)
 
 

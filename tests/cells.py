@@ -39,15 +39,15 @@ def test_a_cell_is_what_the_table_says(running, monkeypatch, gear, method):
 
 def test_a_cell_that_breaks_is_seen(monkeypatch, tmp_path):
     """Each stage of a cell, broken."""
+    from gearbox.checkpoint import folders
     from gearbox.distributed import sharded_state
-    from gearbox.training import run_folder
 
     monkeypatch.setattr(matrix.train_script, "ask_saved", lambda *_: "(not asked)")
     running = matrix.Matrix(tmp_path)
     running.reference("full")
     wrong = [
         (sharded_state, "_make_state", lambda *_: None, ("train", "save")),
-        (run_folder.checkpoint, "commit", lambda *_: None, ("train",)),
+        (folders, "commit", lambda *_: None, ("train",)),
     ]
     for owner, name, broken, passed in wrong:
         with monkeypatch.context() as here:

@@ -247,7 +247,7 @@ def test_a_rank_that_is_late(train, monkeypatch):
 def test_a_collective_that_one_rank_calls_alone(train, monkeypatch):
     from gearbox.distributed import process_group
 
-    monkeypatch.setattr(script, "train_step", at_step(4, lambda *_: process_group.sum_over_ranks([1] * 7), 1))
+    monkeypatch.setattr(script, "train_step", at_step(4, lambda *_: process_group.ProcessGroup().sum([1] * 7), 1))
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert set(outcome.codes) == {1}, outcome.output
     assert "Traceback" in outcome.output or "every stack lies in" in outcome.output

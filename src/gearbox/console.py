@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 def make_console(speaks: bool) -> Console:
-    """The screen of the rank that speaks; the others' is quiet, so that no caller asks for its rank."""
+    """Return the screen: of the rank that speaks, or a quiet one, so that no caller asks for its rank."""
     return Console(quiet=not speaks, highlight=False, soft_wrap=True)
 
 
@@ -23,10 +23,6 @@ def format_figure(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def make_console(is_main: bool) -> Console:
-    """The screen of rank 0; the others print nothing, so no caller needs to ask for its rank."""
-    return Console(quiet=not is_main, highlight=False, soft_wrap=True)
-
-
 def format_bytes(num_bytes: float) -> str:
+    """Return MiB or GiB, such as 12.4 MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

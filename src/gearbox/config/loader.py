@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, RESUME, Recipe, Source, keys_of_group, recipe_keys
 from gearbox.errors import UserError, did_you_mean, nearest
 
@@ -68,9 +69,27 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
     except ValidationError as error:
         problems += [_explain(item) for item in error.errors()]
     if recipe is not None:
+        try:
+            recipe = _with_saved_adapter(recipe)
+        except ValueError as error:
+            problems.append(str(error))
         problems += _missing_files(recipe)
     if problems or recipe is None:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return recipe
+
+
+def _with_saved_adapter(recipe: Recipe) -> Recipe:
+    """Return the recipe with the settings of the adapter at adapter.path. Raises ValueError where they do not fit."""
+    path = recipe.adapter.path
+    if path is not None and Path(path).is_dir():
+        recipe = recipe.model_copy(update={"adapter": saved_adapter_settings(recipe.adapter, Path(path))})
+    elif path is not None and recipe.adapter.method == "none":
+        raise ValueError(
+            f"adapter.path: {path!r} is no folder here; for an adapter of the hub give adapter.method too, lora or dora"
+        )
+    if recipe.model.quantize and recipe.adapter.method == "none":
+        raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
     return recipe
 
 

@@ -5,7 +5,6 @@ Nothing here imports torch, so a misspelt key is reported in well under a second
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.errors import nearest
 
 BUILTIN_TASKS = "builtin:tasks"
@@ -279,16 +277,6 @@ class Recipe(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        path = self.adapter.path
-        if path is not None and Path(path).is_dir():
-            self = self.model_copy(update={"adapter": saved_adapter_settings(self.adapter, Path(path))})
-        elif path is not None and self.adapter.method == "none":
-            raise ValueError(
-                f"adapter.path: {path!r} is no folder here; for an adapter of the hub give adapter.method too, lora or "
-                "dora"
-            )
-        if self.model.quantize and self.adapter.method == "none":
-            raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
         if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be below train.steps ({self.train.steps})"

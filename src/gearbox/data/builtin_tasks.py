@@ -1,6 +1,6 @@
 """The data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
 
-`python src/gearbox/tasks.py` writes the tokenizer's files beside recipes/tiny/config.json; a test holds them equal.
+`python src/gearbox/data/builtin_tasks.py` writes the tokenizer's files beside recipes/tiny/config.json; a test holds them equal.
 """
 
 from __future__ import annotations
@@ -64,4 +64,4 @@ def write_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_tokenizer(Path(__file__).resolve().parents[2] / "recipes" / "tiny")
+    write_tokenizer(Path(__file__).resolve().parents[3] / "recipes" / "tiny")

@@ -116,7 +116,7 @@ def find(sources: list[Source]) -> list[Origin]:
     known: set[tuple[object, ...]] = set()
     for number, source in enumerate(sources):
         if source.path == BUILTIN_TASKS:
-            origins = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("tasks.py"),))]
+            origins = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("builtin_tasks.py"),))]
         elif paths := matches(source.path):
             origins = [origin for path in paths for origin in _at(path, source)]
         else:

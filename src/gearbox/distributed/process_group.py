@@ -6,10 +6,10 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from accelerate.state import PartialState
@@ -17,9 +17,13 @@ from accelerate.utils import DistributedType
 
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.topology import RankDevice
+from gearbox.world import World
 
-LOADING_TIMEOUT = timedelta(hours=2)  # of a collective until the first step is done; then backend.limit_waiting
+T = TypeVar("T")
+
+LOADING_TIMEOUT = timedelta(hours=2)  # of a collective, until the first step is done
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -29,17 +33,17 @@ def runs_on_cpu() -> bool:
 
 def is_first_rank() -> bool:
     """Whether this is rank 0 of the run; known before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
+    return LaunchEnvironment.read().rank == 0
 
 
 def is_first_rank_of_node() -> bool:
     """Whether this is the first rank on its machine, which does what need be done there once."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return LaunchEnvironment.read().local_rank == 0
 
 
 def num_idle_gpus() -> int:
     """GPUs of this machine that no rank of this run uses."""
-    return torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(torch.cuda.device_count()) - LaunchEnvironment.read().local_size
 
 
 def quiet_libraries() -> None:
@@ -52,7 +56,8 @@ def quiet_libraries() -> None:
 
 def check_ranks(gear: Gear) -> None:
     """Raise UserError where the ranks are not those asked for, or this machine is not for them."""
-    ranks, local_ranks = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    launched = LaunchEnvironment.read()
+    ranks, local_ranks = launched.size, launched.local_size
     if ranks != gear.num_processes:
         raise UserError(
             f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}"
@@ -96,11 +101,12 @@ def _check_disk(gear: Gear) -> None:
             raise UserError(f"{gear.zero_path}: {part}.nvme_path: {path} cannot be written; name a local disk")
 
 
-def join_process_group(gear: Gear) -> PartialState:
+def join_process_group(gear: Gear) -> ProcessGroup:
     """Join the process group, after check_ranks."""
     quiet_libraries()
     if not runs_on_cpu():
-        return PartialState(timeout=LOADING_TIMEOUT)
+        PartialState(timeout=LOADING_TIMEOUT)
+        return ProcessGroup()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
     if gear.engine == "zero":
@@ -111,77 +117,80 @@ def join_process_group(gear: Gear) -> PartialState:
         deepspeed.init_distributed(
             dist_backend="gloo", auto_mpi_discovery=False, verbose=False, timeout=LOADING_TIMEOUT
         )
-    state = PartialState(cpu=True, timeout=LOADING_TIMEOUT)
+    PartialState(cpu=True, timeout=LOADING_TIMEOUT)
     if gear.engine in ("fsdp", "zero"):
         # accelerate turns FSDP and ZeRO into data parallelism for MULTI_CPU; as MULTI_GPU it takes them as they are,
         # and the device stays the CPU. The attribute is private: nowhere else is it touched.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return state
+    return ProcessGroup()
 
 
-def rank_and_size() -> tuple[int, int]:
-    """This process's rank, and the number of ranks."""
-    return PartialState().process_index, PartialState().num_processes
+class ProcessGroup:
+    """The world of all ranks that have joined (`World`)."""
+
+    def __init__(self) -> None:
+        self._state = PartialState()
+        self.rank: int = self._state.process_index
+        self.size: int = self._state.num_processes
+        self.device: torch.device = self._state.device
+
+    def gather(self, value: T) -> list[T]:
+        """Return the object of each rank, by rank, on every rank."""
+        from accelerate.utils import gather_object
+
+        return list(gather_object([value])) if self.size > 1 else [value]
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sums over all ranks."""
+        counts = [int(number) for number in numbers]
+        if self.size == 1:
+            return counts
+        counted = torch.tensor(counts, device=self.device)
+        torch.distributed.all_reduce(counted)
+        return [int(count) for count in counted.tolist()]
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """Return what the call returns on rank 0, on every rank; its UserError is raised on every rank too."""
+        result, refusal = None, None
+        if self.rank == 0:
+            try:
+                result = work()
+            except UserError as error:
+                refusal = str(error)
+        result, refusal = self.gather((result, refusal))[0]
+        if refusal is not None:
+            raise UserError(refusal)
+        return cast(T, result)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._state.wait_for_everyone()
+
+    def set_collective_timeout(self, seconds: float) -> None:
+        """Let any later collective that takes longer fail. Loading takes long; a step does not."""
+        if torch.distributed.is_initialized():
+            from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+            for group in list(_world.pg_map):
+                _set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def rank_devices(self) -> list[RankDevice]:
+        """Return host and device of each rank, on every rank."""
+        device = self.device
+        named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+        return self.gather(RankDevice(socket.gethostname(), named))
+
+    def pids_of_node(self) -> dict[int, int]:
+        """Return the process id of each rank of this machine."""
+        found = self.gather((socket.gethostname(), os.getpid()))
+        return {rank: pid for rank, (host, pid) in enumerate(found) if host == socket.gethostname()}
 
 
-def gather(found: Any) -> list[Any]:
-    """The object of each rank, by rank, on every rank."""
-    from accelerate.utils import gather_object
-
-    return list(gather_object([found])) if PartialState().num_processes > 1 else [found]
-
-
-def decide(work: Callable[[], Any]) -> Any:
-    """What rank 0's call returns, on every rank; its UserError too."""
-    result, refusal = None, None
-    if is_first_rank():
-        try:
-            result = work()
-        except UserError as error:
-            refusal = str(error)
-    result, refusal = gather((result, refusal))[0]
-    if refusal is not None:
-        raise UserError(refusal)
-    return result
-
-
-def sum_over_ranks(numbers: list[int]) -> list[int]:
-    """The sums over all ranks."""
-    state = PartialState()
-    if state.num_processes == 1:
-        return [int(number) for number in numbers]
-    counted = torch.tensor([int(number) for number in numbers], device=state.device)
-    torch.distributed.all_reduce(counted)
-    return counted.tolist()
-
-
-def rank_devices() -> list[RankDevice]:
-    """Host and device of each rank, on every rank."""
-    device = PartialState().device
-    named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
-    return gather(RankDevice(socket.gethostname(), named))
-
-
-def pids_of_node() -> dict[int, int]:
-    """Rank to process id."""
-    found = gather((socket.gethostname(), os.getpid()))
-    return {rank: pid for rank, (host, pid) in enumerate(found) if host == socket.gethostname()}
-
-
-def set_collective_timeout(seconds: float) -> None:
-    """From here on a collective that takes longer fails. Loading takes long; a step does not."""
-    if torch.distributed.is_initialized():
-        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-
-        for group in list(_world.pg_map):
-            _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def check_same_data(what: str) -> None:
+def check_same_data(world: World, key: str) -> None:
     """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
-    found = gather(what)
-    if len({*found}) > 1:
-        others = ", ".join(str(rank) for rank, read in enumerate(found) if read != found[0])
+    keys = world.gather(key)
+    if len({*keys}) > 1:
+        others = ", ".join(str(rank) for rank, read in enumerate(keys) if read != keys[0])
         raise UserError(
             f"data.path: the ranks {others} have read other data than rank 0; is it the same on every machine?"
         )

@@ -70,8 +70,8 @@ def verify(
 
 def _stages(model: Pipeline) -> tuple[list[str], int]:
     """The layers of each rank's stage, and the bytes of the whole model. UserError where two train one weight."""
-    stages = process_group.gather(model.layers)
-    held = process_group.gather(
+    stages = process_group.ProcessGroup().gather(model.layers)
+    held = process_group.ProcessGroup().gather(
         {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
     )
     for name, (_, is_trained) in held[0].items():

@@ -29,7 +29,7 @@ def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, to
     if not abs(ours.sum().item() - theirs) <= tolerance * abs(theirs):
         raise UserError(
             f"model.name: this family shapes its logits in a way that Gearbox does not know: its own loss is "
-            f"{theirs:.5g}, ours {ours.sum().item():.5g}; extend _logit_shape in src/gearbox/loss.py"
+            f"{theirs:.5g}, ours {ours.sum().item():.5g}; extend _logit_shape in src/gearbox/model/loss.py"
         )
 
 

@@ -26,6 +26,7 @@ from gearbox.errors import UserError
 from gearbox.launch import outcome
 from gearbox.launch.outcome import write_outcome
 from gearbox.redact import redacted
+from gearbox.world import World
 
 LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
 APPEARS_SECONDS = 10  # NFS may remember that a folder was not there
@@ -85,11 +86,8 @@ class Run:
 
 
 @contextmanager
-def open_run(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[str], None]) -> Iterator[Run]:
-    """The folder of this run, locked against others; a new one goes away again if it ends before its first step.
-
-    `processes` is `backend`, or what speaks like it for the ranks.
-    """
+def open_run(recipe: Recipe, default_name: str, world: World, tell: Callable[[str], None]) -> Iterator[Run]:
+    """The folder of this run, locked against others; a new one goes away again if it ends before its first step."""
     mine: list[filesystem.Lock] = []
 
     def choose() -> tuple[str, bool]:
@@ -100,13 +98,13 @@ def open_run(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[
         mine.append(lock)
         return str(folder), is_new
 
-    begun = next(filter(None, processes.gather(os.environ.get(outcome.RUN_FOLDER))), None)  # one launcher may be newer
-    name, is_new = processes.first_decides(choose)
+    begun = next(filter(None, world.gather(os.environ.get(outcome.RUN_FOLDER))), None)  # one launcher may be newer
+    name, is_new = world.decide(choose)
     run = Run(Path(name), TrainState())
     try:
         blind = [
             str(rank)
-            for rank, sees in enumerate(processes.gather(filesystem.wait_for_path(run.folder, APPEARS_SECONDS)))
+            for rank, sees in enumerate(world.gather(filesystem.wait_for_path(run.folder, APPEARS_SECONDS)))
             if not sees
         ]
         if blind:
@@ -114,7 +112,7 @@ def open_run(recipe: Recipe, default_name: str, processes: Any, tell: Callable[[
                 f"run.dir: rank {', '.join(blind)} cannot see {run.folder}; all machines need the same run.dir"
             )
         here = recipe.run.resume in RESUME or folders.list_checkpoints(run.checkpoints)
-        _find_checkpoint(run, run.checkpoints if here else Path(recipe.run.resume), recipe, processes, tell)
+        _find_checkpoint(run, run.checkpoints if here else Path(recipe.run.resume), recipe, world, tell)
         if mine:
             if mine[0].problem:
                 tell(f"{run.folder}: cannot be locked ({mine[0].problem}): see that no other run has this run.name")
@@ -227,20 +225,19 @@ def _find_checkpoint(
     run: Run,
     source: Path,
     recipe: Recipe,
-    processes: Any,
+    world: World,
     tell: Callable[[str], None],
 ) -> None:
     """Set what the run goes on from: the newest whole checkpoint in a folder of them, or the one named."""
     is_one = (source / MANIFEST).is_file()
     candidates = [str(source)] if is_one else [str(path) for _, path in folders.list_checkpoints(source)]
-    candidates = processes.gather(candidates)[0]
-    rank, num_ranks = processes.place()
+    candidates = world.gather(candidates)[0]
     bad = []
     for folder in map(Path, candidates):
         manifest, problem = None, None
         try:
             manifest = read_manifest(folder)
-            names = sorted(manifest["files"])[rank::num_ranks]
+            names = sorted(manifest["files"])[world.rank :: world.size]
             verify_shards(folder, {name: manifest["files"][name] for name in names})
         except CorruptCheckpoint as found:
             problem = str(found)
@@ -249,7 +246,7 @@ def _find_checkpoint(
                 run.progress = TrainState.from_json(manifest["progress"])
             except TypeError as found:
                 problem = f"is of another version: {found}"
-        if problems := [found for found in processes.gather(problem) if found]:
+        if problems := [found for found in world.gather(problem) if found]:
             bad.append(folder)
             tell(f"{folder} is passed over: {problems[0]}")
             continue
