@@ -26,9 +26,8 @@ from typing import IO, Any
 import psutil
 
 from gearbox import ROOT, processes
-from gearbox.config.compatibility import check_against
 from gearbox.config.gear import gear_names, gear_path, load_gear
-from gearbox.config.job import accumulation
+from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome
@@ -79,9 +78,7 @@ def main(arguments: list[str]) -> int:
         problems.append(str(error))
     if recipe is None or gear is None:
         raise UserError("\n".join(problems))
-    check_against(
-        gear, recipe, recipe_path, *accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
-    )
+    Job.of(recipe_path, recipe, gear)
     if place is not None and gear.num_processes % place.num_machines:
         raise UserError(f"--num_processes={gear.num_processes}: {place.num_machines} machines cannot share them evenly")
     launcher = [f"--config_file={path}", *(f"--{name}={value}" for name, value in flags.items())]

@@ -16,9 +16,8 @@ from pathlib import Path
 from rich.markup import escape
 
 import launch
-from gearbox.config.compatibility import check_against
 from gearbox.config.gear import Gear, gear_path, load_gear
-from gearbox.config.job import accumulation
+from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
@@ -45,8 +44,7 @@ def main(arguments: list[str]) -> int:
     recipe = load_recipe(recipe_path, [*overrides, *settings])
     check_comparable(recipe, recipe_path)
     for gear in gears:
-        per_rank = accumulation(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
-        check_against(gear, recipe, recipe_path, *per_rank)
+        Job.of(recipe_path, recipe, gear)
 
     # torch is imported from here on
     from gearbox import console

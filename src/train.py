@@ -21,8 +21,8 @@ from rich.markup import escape
 from gearbox.config.compatibility import check_against, check_architecture
 from gearbox.config.gear import Gear
 from gearbox.config.job import accumulation
-from gearbox.config.loader import is_local, load_recipe
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome, topology, watchdog
 from gearbox.launch.launched_gear import find_gear
@@ -368,19 +368,6 @@ def neighbours_seen(gear: Gear, accelerator: Any, model: Any, rows: Any, micro_r
         model, batch, num_tokens, lambda inputs: sequence_parallel.local_tokens(gear, accelerator, inputs)
     )
     return accelerator.gather(seen[None]).max().item()
-
-
-def rehearsed(recipe: Recipe) -> Recipe:
-    """The recipe with what a laptop lacks replaced: weights, of an adapter too, by random ones, data of the hub by the
-    built-in tasks."""
-    changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
-    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
-    paths = [source.path for source in recipe.data.sources]
-    if not all(map(is_local, paths)):
-        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
-    if recipe.eval.path is not None and ("data" in changes or not is_local(recipe.eval.path)):
-        changes["eval"] = recipe.eval.model_copy(update={"path": None})
-    return recipe.model_copy(update=changes)
 
 
 def weights_of(recipe: Recipe, tokenizer: Any, folder: Path, world: Any, num_layers: int) -> str:

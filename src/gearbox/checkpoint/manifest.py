@@ -1,11 +1,11 @@
-"""A checkpoint: a folder of safetensors and JSON that is whole or not there, by parameter name and not by rank.
+"""A checkpoint: a folder of safetensors and JSON, complete or absent, by parameter name and not by rank.
 
 step-N/
-    shard-00000.safetensors   one a rank: pieces, each under "kind|parameter|first element" (of the flattened tensor)
-                              or, where it is cut in other dimensions than the first, "kind|parameter|row,column"
+    shard-00000.safetensors   one a rank: tensors, each under "kind|parameter|first element" (of the flattened tensor)
+                              or, for a block of an N-dimensional tensor, "kind|parameter|row,column"
     manifest.json             every shard with size and digest, what resumes, shapes, recipe, gear, versions
 
-It is committed by a rename. Where a folder cannot be renamed at once (`storage.why_no_rename`) the shards are written
+It is committed by a rename. Where a folder cannot be renamed at once (`filesystem.rename_problem`) the shards are written
 into step-N itself, as shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it
 is written last, and without it, or with half of it, such a folder is none.
 
@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import xxhash
 
+from gearbox.errors import one_line
 from gearbox.filesystem import digest_of
 
 FORMAT = 1
@@ -33,23 +36,75 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 
 
 class CorruptCheckpoint(Exception):
-    """Not a whole checkpoint; the text says which file, and what is wrong with it."""
+    """An incomplete or damaged checkpoint; the text names the file and what is wrong with it."""
 
 
-def render_manifest(content: dict[str, Any]) -> str:
-    """The content with its own digest, so that a changed byte of it is noticed too."""
+class ShardFacts(TypedDict):
+    """Size and digest of a shard's file."""
+
+    bytes: int
+    xxh3_128: str
+
+
+class WrittenBy(TypedDict):
+    """The gear that wrote a checkpoint."""
+
+    name: str
+    num_processes: int
+    engine: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json holds."""
+
+    step: int
+    progress: dict[str, Any]
+    """A `TrainState` as JSON."""
+    parameters: dict[str, list[int]]
+    """Full shape of each trained parameter."""
+    scalars: dict[str, dict[str, Any]]
+    """By parameter, what the optimizer keeps in addition to tensors, such as AdamW's count of steps."""
+    recipe: dict[str, Any]
+    rows: str
+    """Identifies the tokens of the data, and which of them are in which row."""
+    base: str | None
+    """Identifies the frozen weights below an adapter."""
+    versions: dict[str, str]
+    gear: WrittenBy
+    files: dict[str, ShardFacts] = field(default_factory=dict)
+    eval_loss: float | None = None
+    """Held-out loss at this step, if it was evaluated."""
+    format: int = FORMAT
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file; eval_loss is left out where there is none."""
+        content = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.eval_loss is None:
+            del content["eval_loss"]
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        """Raises TypeError where a field is missing; unknown ones are ignored."""
+        known = {one.name for one in fields(cls)}
+        return cls(**{name: value for name, value in content.items() if name in known})
+
+
+def render_manifest(content: Mapping[str, Any]) -> str:
+    """Return the text of manifest.json: the content with its digest, which reveals any changed byte."""
     body = json.dumps(content, sort_keys=True, indent=1)
     digest = xxhash.xxh3_128(body.encode()).hexdigest()
     return json.dumps({"digest": digest, "manifest": content}, sort_keys=True, indent=1) + "\n"
 
 
 def shard_name(rank: int, run_id: str = "") -> str:
-    """The file of a rank; with the run's id where it lies in the checkpoint's folder before that counts as one."""
+    """Return the file name of a rank; with the run's id where shards are written in place."""
     return f"shard-{rank:05d}-{run_id}.safetensors" if run_id else f"shard-{rank:05d}.safetensors"
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises Damaged where it is not as it was written."""
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint. Raises CorruptCheckpoint where a byte of it has changed."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -65,17 +120,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise CorruptCheckpoint(f"{MANIFEST}: is that of step {step}")
         if not files or not all(SHARD.fullmatch(name) for name in files):
             raise CorruptCheckpoint(f"{MANIFEST}: names files that no checkpoint has: {', '.join(files)[:200]}")
-        return content
+        return Manifest.from_json(content)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{MANIFEST}: is missing") from None
     except OSError as error:
         raise CorruptCheckpoint(f"{MANIFEST}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{MANIFEST}: is damaged: {' '.join(str(error).split())[:200]}") from None
+        raise CorruptCheckpoint(f"{MANIFEST}: is damaged: {one_line(error, 200)}") from None
 
 
-def verify_shards(folder: Path, files: dict[str, Any]) -> None:
-    """Hold shards against what the manifest says of them. Raises Damaged at the first that differs."""
+def verify_shards(folder: Path, files: Mapping[str, ShardFacts]) -> None:
+    """Compare shards with their facts in the manifest. Raises CorruptCheckpoint at the first that differs."""
     for name, facts in files.items():
         path = folder / name
         try:

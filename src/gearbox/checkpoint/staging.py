@@ -1,4 +1,4 @@
-"""Where a rank's shard waits until it is written, while training goes on: the host's memory, or a local disk."""
+"""Where a rank's shard waits until it is written, while training continues: in host memory, or on a local disk."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 import xxhash
 
 from gearbox import filesystem
-from gearbox.checkpoint.manifest import CorruptCheckpoint
+from gearbox.checkpoint.manifest import CorruptCheckpoint, ShardFacts
 from gearbox.checkpoint.shards import DTYPES, TensorShard
 from gearbox.filesystem import CHUNK_BYTES
 
 
 class Staging:
-    """A shard, laid out as its file: in the host's memory, in a buffer that is used again, or on a local disk.
+    """A shard, laid out as its file: in a buffer in host memory that is reused, or on a local disk.
 
-    There it is a file without a name, which goes when the process does: none is left over.
+    There it is a file without a name, which disappears with the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """In a folder of a local disk, or in memory. Raises OSError where that folder cannot be written."""
+        """Stage to a folder of a local disk, or to memory. Raises OSError where that folder cannot be written."""
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.header = b""
         self.num_bytes = self.num_written = 0
@@ -35,16 +35,15 @@ class Staging:
             folder.mkdir(parents=True, exist_ok=True)
             self.disk = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  as long as the run
 
-    def stage(self, pieces: Iterable[TensorShard]) -> None:
-        """Copy the pieces in. Afterwards they may change. Raises OSError where a local disk is full."""
-        ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that each is aligned
-        self.num_bytes = sum(piece.tensor.nbytes for piece in ordered)
+    def stage(self, shards: Iterable[TensorShard]) -> None:
+        """Copy the tensors, which may change afterwards. Raises OSError where a local disk is full."""
+        ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # so that each is aligned
+        self.num_bytes = sum(shard.tensor.nbytes for shard in ordered)
         entries, at = {}, 0
-        for piece in ordered:
-            end = at + piece.tensor.nbytes
-            entries[piece.key] = {
-                "dtype": DTYPES[piece.tensor.dtype], "shape": list(piece.tensor.shape), "data_offsets": [at, end],
-            }  # fmt: skip
+        for shard in ordered:
+            end = at + shard.tensor.nbytes
+            dtype, shape = DTYPES[shard.tensor.dtype], list(shard.tensor.shape)
+            entries[shard.key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
@@ -60,8 +59,8 @@ class Staging:
 
     def _to_memory(self, ordered: list[TensorShard]) -> None:
         at = 0
-        for piece in ordered:
-            tensor, end = piece.tensor, at + piece.tensor.nbytes
+        for shard in ordered:
+            tensor, end = shard.tensor, at + shard.tensor.nbytes
             self.buffer[at:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             at = end
         if torch.cuda.is_available():
@@ -79,8 +78,8 @@ class Staging:
         self.release()
         disk.seek(0)
         append(memoryview(self.header))
-        for piece in ordered:
-            flat = piece.tensor.reshape(-1)
+        for shard in ordered:
+            flat = shard.tensor.reshape(-1)
             for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
                 held = self.buffer[: chunk.nbytes]
                 held.view(chunk.dtype).copy_(chunk)
@@ -97,8 +96,8 @@ class Staging:
         data = self.buffer.numpy()[: self.num_bytes]
         yield from (data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))
 
-    def write(self, path: Path) -> dict[str, Any]:
-        """Write the shard, from its first byte to its last, and see it to the disk; returns its size and digest."""
+    def write(self, path: Path) -> ShardFacts:
+        """Write the file from its first byte to its last, and sync it; return its size and digest."""
         digest = xxhash.xxh3_128()
         self.num_written = 0
         with path.open("wb") as file:
@@ -113,6 +112,6 @@ class Staging:
         return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
     def release(self) -> None:
-        """Give the room on the local disk back. Memory is kept for the next time."""
+        """Free the space on the local disk. Memory is kept for the next save."""
         if self.disk is not None:
             self.disk.truncate(0)

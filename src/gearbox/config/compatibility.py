@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gearbox.config.gear import Gear
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import BatchPlan, Recipe
 from gearbox.errors import UserError
 
 
@@ -72,11 +72,11 @@ REFUSALS = [
 ]
 
 
-def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: int, micro_rows: int) -> None:
+def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> None:
     """Raise UserError where the JSON or the environment contradicts the recipe, or both cannot be joined."""
     problems = []
     if gear.zero_json is not None:
-        owned = gear.filled_json(recipe, accumulation, micro_rows, gear.precision)
+        owned = gear.filled_json(recipe, batch, gear.precision)
         keys = {
             "gradient_clipping": f"optim.max_grad_norm of {recipe_path}",
             "gradient_accumulation_steps": "what batch.rows, batch.micro_rows and the ranks give",
@@ -87,7 +87,7 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
             found = gear.zero_json.get(key, "auto")
             if found != "auto" and found != owned[key]:
                 problems.append(f'{gear.zero_path}: {key}: is {found}, but {owner} says {owned[key]}; write "auto"')
-    if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and micro_rows > 1:
+    if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and batch.micro_rows > 1:
         problems.append(
             f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
             f"{gear.path} cuts each row over ranks; use 1"
@@ -102,8 +102,10 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, accumulation: i
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     found = os.environ.get(variable, "auto")
     # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.
-    if gear.zero_json is None and found not in ("auto", str(accumulation)):
-        problems.append(f"{variable}={found} in the environment, but {recipe_path} gives {accumulation}; unset it")
+    if gear.zero_json is None and found not in ("auto", str(batch.accumulation_steps)):
+        problems.append(
+            f"{variable}={found} in the environment, but {recipe_path} gives {batch.accumulation_steps}; unset it"
+        )
     if problems:
         raise UserError("\n".join(problems))
 

@@ -16,7 +16,7 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.loader import read_yaml
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import BatchPlan, Recipe
 from gearbox.errors import UserError, nearest
 
 Engine = Literal["single", "ddp", "fsdp", "zero", "tp", "pp"]
@@ -136,15 +136,15 @@ class Gear:
             return "bf16" if self.zero_json.get("bf16", {}).get("enabled") is True else "no"
         return str(self.settings.get("mixed_precision", "no"))
 
-    def filled_json(self, recipe: Recipe, accumulation: int, micro_rows: int, precision: str) -> dict[str, Any]:
+    def filled_json(self, recipe: Recipe, batch: BatchPlan, precision: str) -> dict[str, Any]:
         """The ZeRO JSON with each number that the recipe owns put in place of "auto"."""
         assert self.zero_json is not None
         filled = json.loads(json.dumps(self.zero_json))
         filled["bf16"] = {**filled.get("bf16", {}), "enabled": precision == "bf16"}
         filled["gradient_clipping"] = recipe.optim.max_grad_norm
-        filled["gradient_accumulation_steps"] = accumulation
-        filled["train_micro_batch_size_per_gpu"] = micro_rows
-        filled["train_batch_size"] = accumulation * micro_rows * self.data_parallel
+        filled["gradient_accumulation_steps"] = batch.accumulation_steps
+        filled["train_micro_batch_size_per_gpu"] = batch.micro_rows
+        filled["train_batch_size"] = batch.num_padded_rows
         if self.degree("sp") > 1:
             filled["sequence_parallel_size"] = self.degree("sp")
         filled["steps_per_print"] = 2**31  # DeepSpeed's own log line is noise beside ours

@@ -161,3 +161,16 @@ def _explain(item: Any) -> str:
     if item["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}: {message[0].lower()}{message[1:]}, found {found!r}"
+
+
+def rehearsed(recipe: Recipe) -> Recipe:
+    """The recipe with what a laptop lacks replaced: weights, of an adapter too, by random ones, data of the hub by the
+    built-in tasks."""
+    changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
+    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
+    paths = [source.path for source in recipe.data.sources]
+    if not all(map(is_local, paths)):
+        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
+    if recipe.eval.path is not None and ("data" in changes or not is_local(recipe.eval.path)):
+        changes["eval"] = recipe.eval.model_copy(update={"path": None})
+    return recipe.model_copy(update=changes)

@@ -5,6 +5,7 @@ Nothing here imports torch, so a misspelt key is reported in well under a second
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -184,6 +185,36 @@ class Batch(Group):
     """Tokens of a row; data.long says what becomes of a longer document."""
     micro_rows: Int = Field(1, ge=1)
     """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of a step are divided: every data-parallel rank runs the same number of micro batches."""
+
+    rows: int
+    """Rows of one optimizer step, over all ranks."""
+    data_parallel: int
+    """Ranks with rows of their own."""
+    micro_rows: int
+    """Rows of one rank in one forward pass."""
+    accumulation_steps: int
+    """Micro batches of one rank in one optimizer step."""
+
+    @classmethod
+    def divide(cls, rows: int, data_parallel: int, micro_rows: int) -> BatchPlan:
+        """Divide `rows` into micro batches of at most `micro_rows`; the last ones may hold empty rows."""
+        micro_rows = min(micro_rows, -(-rows // data_parallel))
+        return cls(rows, data_parallel, micro_rows, -(-rows // (data_parallel * micro_rows)))
+
+    @property
+    def num_padded_rows(self) -> int:
+        """Rows of one step with the empty ones that fill the last micro batches."""
+        return self.data_parallel * self.accumulation_steps * self.micro_rows
+
+    @property
+    def num_empty_rows(self) -> int:
+        """Rows without targets that fill the last micro batches."""
+        return self.num_padded_rows - self.rows
 
 
 class Optim(Group):
