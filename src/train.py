@@ -22,7 +22,7 @@ from gearbox.config.compatibility import check_against, check_architecture
 from gearbox.config.gear import Gear
 from gearbox.config.job import accumulation
 from gearbox.config.loader import is_local, load_recipe
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe, for_manifest
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome, topology, watchdog
 from gearbox.launch.launched_gear import find_gear
@@ -32,7 +32,8 @@ from gearbox.redact import redact
 def main(arguments: list[str], gear: Gear | None = None) -> int:
     watching = watchdog.Watchdog()
     recipe_path, overrides = cli.split_arguments(arguments)
-    recipe = load_recipe(recipe_path, overrides)
+    hints: list[str] = []
+    recipe = load_recipe(recipe_path, overrides, hints.append)
     gear = gear or find_gear()
     if recipe.run.rehearse:
         recipe = rehearsed(recipe)
@@ -66,6 +67,9 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     topology.check_single_world(seats)
     process_group.check_same_data(f"{documents.key} {evaluated.key if evaluated else ''}")
     screen.print(f"[bold]Gearbox[/]  recipe {recipe_path}  gear {gear.name}")
+    if outcome.RUN_FOLDER not in os.environ:  # else the first try has printed them
+        for hint in hints:
+            screen.print(f"hint: {escape(hint)}")
     for line in topology.format_rank_table(seats):
         screen.print(line)
     if machines := topology.num_idle_nodes(seats):
@@ -145,7 +149,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             return {
                 "parameters": sharded_state.full_shapes(bare, process_group.gather),
                 "scalars": sharded_state.scalars(bare, optimizer, process_group.gather),
-                "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": run_folder.versions(),
+                "recipe": for_manifest(recipe), "rows": rows_key, "base": base, "versions": run_folder.versions(),
                 "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
             }  # fmt: skip
 

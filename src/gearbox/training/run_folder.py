@@ -20,7 +20,7 @@ from gearbox import filesystem
 from gearbox.checkpoint import folders, manifest, shards
 from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest, verify_shards
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.config.recipe import RESUME, Recipe
+from gearbox.config.recipe import RESUME, Recipe, renamed
 from gearbox.distributed import sharded_state
 from gearbox.errors import UserError
 from gearbox.launch import outcome
@@ -272,7 +272,7 @@ def _find_checkpoint(
 
 def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """The keys whose change makes it another run, with both values."""
-    there, here = _flat(saved), _flat(redacted(recipe.model_dump(mode="json")))
+    there, here = _flat(renamed(saved)), _flat(redacted(recipe.model_dump(mode="json")))
     return [
         f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
         for key in sorted({*there, *here})
