@@ -51,7 +51,7 @@ USER 10001:10001
 RUN --mount=type=tmpfs,target=/mnt \
     export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt TORCHINDUCTOR_CACHE_DIR=/mnt HF_HUB_OFFLINE=1 \
     && python docker/verify.py "requirements/${LOCK}.lock" \
-    && python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup_steps=1 eval.every=0 run.dir=/mnt/runs
+    && python src/train.py recipes/tiny.yaml train.steps=3 schedule.warmup=1 eval.every=0 run.dir=/mnt/runs
 
 VOLUME ["/cache", "/data", "/gearbox/runs"]
 HEALTHCHECK --interval=5m --timeout=1m --start-period=2m CMD ["python", "/gearbox/src/doctor.py", "--machine"]

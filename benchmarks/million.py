@@ -38,7 +38,7 @@ def start(path: Path, folder: Path) -> None:
     command = [
         sys.executable, "-u", "src/train.py", "recipes/smollm2_135m.yaml", f"data.path={path}",
         f"run.dir={folder}/runs",
-        "run.rehearse=true", "batch.row_tokens=2048", "batch.rows=1", "train.steps=1", "schedule.warmup_steps=0",
+        "run.rehearse=true", "batch.row_tokens=2048", "batch.rows=1", "train.steps=1", "schedule.warmup=0",
         "eval.fraction=1e-6", "eval.samples=0",
     ]  # fmt: skip
     environment = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}

@@ -46,7 +46,7 @@ def stalls(folder: Path, name: str) -> list[float]:
     outcome = run_ranks(
         "fsdp",
         ["recipes/smollm2_135m.yaml", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs", f"run.name={name}",
-         "train.steps=9", "schedule.warmup_steps=1", "batch.rows=2", "batch.row_tokens=64", "eval.samples=0",
+         "train.steps=9", "schedule.warmup=1", "batch.rows=2", "batch.row_tokens=64", "eval.samples=0",
          "eval.every=0", "eval.fraction=0", "save.every=2", "run.hang_timeout=600"],
         folder / "runs", 2,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def memory(folder: Path) -> None:
     outcome = run_ranks(
         "fsdp",
         ["recipes/tiny.yaml", f"model.name={model}", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs",
-         "run.name=billion", "optim.master_weights=bf16", "train.steps=1", "schedule.warmup_steps=0", "batch.rows=2",
+         "run.name=billion", "optim.master_weights=bf16", "train.steps=1", "schedule.warmup=0", "batch.rows=2",
          "batch.micro_rows=1", "batch.row_tokens=128", "eval.samples=0", "eval.fraction=0", "eval.every=0"],
         folder / "runs", 2,
     )  # fmt: skip

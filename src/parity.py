@@ -19,7 +19,7 @@ import launch
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import OLD_WARMUP, Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome
 
@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     recipe_path, overrides = cli.split_arguments(options.ours)
     gears = load_gears(options.gears.split(","))
-    settings = settings_of(load_recipe(recipe_path, overrides), overrides, options.steps, options.weights_every)
+    hints: list[str] = []
+    recipe = load_recipe(recipe_path, overrides, hints.append)
+    settings = settings_of(recipe, overrides, options.steps, options.weights_every)
     recipe = load_recipe(recipe_path, [*overrides, *settings])
     check_comparable(recipe, recipe_path)
     for gear in gears:
@@ -52,6 +54,8 @@ def main(arguments: list[str]) -> int:
     from gearbox.reporting import run_comparison
 
     screen = console.make_console(speaks=True)
+    for hint in hints:
+        screen.print(f"hint: {hint}", markup=False)
     folder = make_folder(Path(recipe.run.dir), f"parity-{recipe_path.stem}")
     precision = "bf16" if any(engine.precision(gear) == "bf16" for gear in gears) else "no"
     compared: list[run_comparison.Compared] = []
@@ -116,15 +120,16 @@ def settings_of(recipe: Recipe, overrides: list[str], num_steps: int, weights_ev
     """The overrides that make a comparison of a recipe: its first steps, with every checkpoint and nothing else."""
     if num_steps < 1 or weights_every < 1:
         raise UserError(f"--steps {num_steps} --weights-every {weights_every}: both must be 1 or more")
-    warmup = min(recipe.schedule.warmup_steps, num_steps // 4)  # so that most steps have a high learning rate
+    warmup = recipe.schedule.num_warmup_steps(recipe.train.steps or num_steps)
+    warmup = min(warmup, num_steps // 4)  # so that most steps have a high learning rate
     settings = {
-        "train.steps": num_steps, "train.epochs": "null", "schedule.warmup_steps": warmup,
+        "train.steps": num_steps, "train.epochs": "null", "schedule.warmup": warmup,
         "eval.fraction": 0, "eval.path": "null", "eval.samples": 0,
         "save.every": weights_every, "save.keep": max(2, -(-num_steps // weights_every)),
         "run.resume": "never", "run.name": "null",
     }  # fmt: skip
     for key in [override.partition("=")[0] for override in overrides]:
-        if key in settings or key.startswith(("eval.", "save.")):
+        if key in settings or key == OLD_WARMUP or key.startswith(("eval.", "save.")):
             raise UserError(f"{key}: the comparison sets it itself; leave it out (--steps N sets the length)")
     return [f"{key}={value}" for key, value in settings.items()]
 

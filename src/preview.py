@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
     options, ours = parser.parse_known_args(arguments)
     recipe_path, overrides = cli.split_arguments(ours)
-    recipe = load_recipe(recipe_path, overrides)
+    hints: list[str] = []
+    recipe = load_recipe(recipe_path, overrides, hints.append)
 
     from rich.console import Console
     from rich.markup import escape
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> None:
     from gearbox.reporting import plan, preview
 
     screen = Console(highlight=False, soft_wrap=True, stderr=options.json)
+    for hint in hints:
+        screen.print(f"hint: {escape(hint)}")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=screen.print)
     prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)

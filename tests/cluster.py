@@ -23,7 +23,7 @@ BIN = Path(sys.prefix) / "bin"
 JOIN_SECONDS = 30
 SMALL = {
     "run.rehearse": "true", "batch.rows": "6", "batch.row_tokens": "128", "batch.micro_rows": "1",
-    "schedule.name": "constant", "schedule.warmup_steps": "1", "optim.master_weights": "fp32", "eval.every": "0",
+    "schedule.name": "constant", "schedule.warmup": "1", "optim.master_weights": "fp32", "eval.every": "0",
     "eval.samples": "0", "save.every": "0", "train.steps": "5", "run.hang_timeout": "8",
 }  # fmt: skip
 # src/launch.py itself, whose ranks keep a ledger, and which gives other machines up sooner.

@@ -20,7 +20,7 @@ COMMANDS = [
     for line in block.splitlines()
     if not line.startswith("source ")
 ]
-SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup_steps=1 eval.every=0 eval.sample_tokens=2"
+SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup=1 eval.every=0 eval.sample_tokens=2"
 
 
 def copy_of_the_tree(folder: Path) -> Path:

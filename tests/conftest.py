@@ -59,7 +59,7 @@ def train(tmp_path, chats, monkeypatch):
         small = {
             "run.rehearse": "true", "run.dir": str(tmp_path / "runs"), "data.path": str(chats),
             "batch.rows": "6", "batch.row_tokens": "128", "batch.micro_rows": "1", "train.steps": "3",
-            "schedule.warmup_steps": "1", "eval.every": "0", "eval.samples": "0", "optim.master_weights": "fp32",
+            "schedule.warmup": "1", "eval.every": "0", "eval.samples": "0", "optim.master_weights": "fp32",
             "optim.name": "adamw", "save.every": "0",
         }  # fmt: skip
         given = dict(override.split("=", 1) for override in overrides)

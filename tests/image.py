@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif("overlay" not in Path("/proc/filesystems").read_text(), reason="the kernel has no overlayfs"),
     pytest.mark.skipif(missing := [tool for tool in TOOLS if not shutil.which(tool)], reason=f"not here: {missing}"),
 ]
-SMALL = "schedule.warmup_steps=1 batch.rows=4 batch.row_tokens=64 eval.every=0 eval.samples=0".split()
+SMALL = "schedule.warmup=1 batch.rows=4 batch.row_tokens=64 eval.every=0 eval.samples=0".split()
 # What `docker run --read-only --tmpfs /tmp --network none` does: PID 1 is the command, in the image's environment.
 CONTAINER = """
 set -eu

@@ -92,7 +92,7 @@ class Matrix:
         settings = {
             "run.rehearse": "true", "run.dir": str(self.folder / "runs" / gear / method), "data.path": str(self.chats),
             "batch.rows": "4", "batch.row_tokens": "64", "batch.micro_rows": "1", "train.steps": str(steps),
-            "schedule.name": "constant", "schedule.warmup_steps": "0", "optim.lr": "5e-3", "optim.eps": "1e-3",
+            "schedule.name": "constant", "schedule.warmup": "0", "optim.lr": "5e-3", "optim.eps": "1e-3",
             "eval.fraction": "0", "eval.samples": "0", "save.every": "2",
         }  # fmt: skip
         places = {}

@@ -84,7 +84,7 @@ def small(chats: Path, **changes: str) -> list[str]:
     """The overrides of a run that fits a test: two keys with two underscores for a dot change them."""
     given = {
         "run.rehearse": "true", "data.path": str(chats), "batch.rows": "6", "batch.row_tokens": "128",
-        "batch.micro_rows": "1", "train.steps": "3", "schedule.warmup_steps": "1", "eval.every": "0",
+        "batch.micro_rows": "1", "train.steps": "3", "schedule.warmup": "1", "eval.every": "0",
         "eval.samples": "0", "save.every": "0",
     } | {key.replace("__", "."): value for key, value in changes.items()}  # fmt: skip
     return [f"{key}={value}" for key, value in given.items()]

@@ -191,7 +191,7 @@ def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, mon
 
 def test_a_gradient_that_is_scaled_by_the_number_of_ranks_is_noticed_under_ulysses(train, monkeypatch):
     """DeepSpeed takes the mean over all ranks in one stage and over some in others; AdamW and the clip hide it."""
-    given = ("optim.max_grad_norm=0", "train.steps=1", "schedule.warmup_steps=0")
+    given = ("optim.max_grad_norm=0", "train.steps=1", "schedule.warmup=0")
 
     def norm(gear, ranks):
         return train(gear, *given, ranks=ranks).lines("grad_norm")[0]["grad_norm"]

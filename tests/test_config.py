@@ -19,7 +19,7 @@ TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
 # What recipes/tiny.yaml chooses; everything else in it shows the schema's default.
 CHOSEN = {
     "model.name", "model.init", "data.path", "batch.rows", "batch.row_tokens", "batch.micro_rows", "optim.lr",
-    "schedule.warmup_steps", "train.steps", "eval.every", "eval.fraction",
+    "schedule.warmup", "train.steps", "eval.every", "eval.fraction",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
         ({"data": {"rows": 9}}, "data.rows: there is no such key; did you mean 'batch.rows'?"),
         (
             {"train": {"warmup_steps": 1}},
-            "train.warmup_steps: there is no such key; did you mean 'schedule.warmup_steps'?",
+            "train.warmup_steps: there is no such key; did you mean 'schedule.warmup'?",
         ),
         ({"model": {"rehearse": True}}, "model.rehearse: there is no such key; did you mean 'run.rehearse'?"),
         ({"batch": {"rows": "many"}}, "unable to parse string as an integer, found 'many'"),
@@ -69,8 +69,8 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
         ({"train": {"epochs": 1}}, "train: give exactly one of steps and epochs"),
         ({"train": {"steps": None}}, "train: give exactly one of steps and epochs"),
         (
-            {"schedule": {"warmup_steps": 7}, "train": {"steps": 7}},
-            "schedule.warmup_steps (7) must be below train.steps (7)",
+            {"schedule": {"warmup": 7}, "train": {"steps": 7}},
+            "schedule.warmup: must be below train.steps (7), found 7; give fewer steps, or a share",
         ),
         ({"model": {"quantize": "nf4"}}, "model.quantize freezes the weights: set adapter.method: lora"),
         ({"model": {"name": "./nowhere"}}, "model.name: there is no folder './nowhere'"),

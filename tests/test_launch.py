@@ -39,7 +39,7 @@ def shell(tmp_path):
 def small(tmp_path, chats):
     return (
         f"run.dir={tmp_path}/runs data.path={chats} batch.rows=4 batch.row_tokens=128 train.steps=2 "
-        "schedule.warmup_steps=1 eval.every=0 eval.sample_tokens=4"
+        "schedule.warmup=1 eval.every=0 eval.sample_tokens=4"
     )
 
 
@@ -207,7 +207,7 @@ def test_a_refusal_of_several_ranks_is_told_with_its_code(shell, train):
 
 def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeypatch):
     """Bad numbers end with 93 at once; a rank that dies again and again after three restarts."""
-    process, folder = launched("single optim.lr=1e30 optim.max_grad_norm=0 train.steps=20 schedule.warmup_steps=0")
+    process, folder = launched("single optim.lr=1e30 optim.max_grad_norm=0 train.steps=20 schedule.warmup=0")
     assert process.wait() == 93
     assert "gearbox: step " in (tmp_path / "log").read_text()
     assert json.loads((folder / "status.json").read_text())["outcome"] == "failed"

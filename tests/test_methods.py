@@ -168,7 +168,7 @@ def test_what_is_continued_starts_where_it_was_left(run, folder, method):
 
 def test_a_continued_run_resumes_from_itself_and_notices_another_start(run, folder):
     run("single", "continued")  # makes what it starts from
-    given = ("schedule.name=constant", "schedule.warmup_steps=0", "save.every=2")
+    given = ("schedule.name=constant", "schedule.warmup=0", "save.every=2")
     whole = run("single", "continued", *given, "train.steps=4", "run.name=whole")
     run("single", "continued", *given, "train.steps=2", "run.name=cut")
     last = run("single", "continued", *given, "train.steps=4", "run.name=cut", "run.resume=latest")

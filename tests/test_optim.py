@@ -17,14 +17,14 @@ def rates(num_steps: int, **schedule) -> list[float]:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_the_warmup_rises_in_equal_parts_to_the_peak(name):
-    found = rates(100, name=name, warmup_steps=5)
+    found = rates(100, name=name, warmup=5)
     assert found[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
     assert max(found) == 0.5 and min(found) > 0
 
 
 def test_the_rate_falls_as_its_name_says():
-    cosine, linear = rates(101, name="cosine", warmup_steps=1), rates(101, name="linear", warmup_steps=1)
-    assert rates(101, name="constant", warmup_steps=1) == [0.5] * 101
+    cosine, linear = rates(101, name="cosine", warmup=1), rates(101, name="linear", warmup=1)
+    assert rates(101, name="constant", warmup=1) == [0.5] * 101
     assert cosine[26] == pytest.approx(0.25 * (1 + 2**-0.5)) and linear[26] == pytest.approx(0.375)
     assert cosine[51] == pytest.approx(0.25) and linear[51] == pytest.approx(0.25)
     assert cosine[-1] == pytest.approx(0.25 * (1 - torch.cos(torch.tensor(torch.pi / 100)).item()), abs=1e-6)

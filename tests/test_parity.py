@@ -19,7 +19,7 @@ FULL = (
     "optim.eps=1e-3",
     "optim.max_grad_norm=0.5",
     f"train.steps={STEPS}",
-    "schedule.warmup_steps=3",
+    "schedule.warmup=3",
 )
 METHODS = {
     "full": (),

@@ -262,7 +262,7 @@ def test_a_cut_that_changes_the_model_is_refused(monkeypatch):
 STEPS = 20
 # As in test_parity: a clip that bites and an eps of the gradients' size, else AdamW would not see a constant factor.
 FULL = (
-    "optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", f"train.steps={STEPS}", "schedule.warmup_steps=3",
+    "optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", f"train.steps={STEPS}", "schedule.warmup=3",
     "batch.rows=4", "batch.row_tokens=96",
 )  # fmt: skip
 MODELS = {

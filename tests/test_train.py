@@ -238,7 +238,7 @@ def test_packing_or_not_the_documents_have_the_same_losses(train):
     found = []
     for packing in ("true", "false"):
         outcome = train("single", f"data.packing={packing}", "eval.fraction=0.3", "train.steps=1", "optim.lr=1e-9",
-                        "schedule.warmup_steps=0")  # fmt: skip
+                        "schedule.warmup=0")  # fmt: skip
         assert outcome.codes == [0], outcome.output
         found.append(outcome.lines("eval_loss")[0]["eval_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)

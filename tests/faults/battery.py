@@ -33,7 +33,7 @@ RESULTS = WORK / "results.json"
 SCRIPT = TESTS / "faults" / "train.py"
 SMALL = {
     "run.rehearse": "true", "data.path": str(WORK / "chats.jsonl"), "batch.rows": "6", "batch.row_tokens": "128",
-    "batch.micro_rows": "1", "train.steps": "60", "schedule.name": "constant", "schedule.warmup_steps": "1",
+    "batch.micro_rows": "1", "train.steps": "60", "schedule.name": "constant", "schedule.warmup": "1",
     "eval.every": "25", "eval.samples": "0", "save.every": "5", "run.hang_timeout": "6",
 }  # fmt: skip
 ENVIRONMENT = {

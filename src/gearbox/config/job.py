@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +20,17 @@ class Job:
     recipe: Recipe
     gear: Gear
     batch: BatchPlan
+    hints: tuple[str, ...] = ()
+    """What the user should change some day, such as an old key."""
 
     @classmethod
-    def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear) -> Job:
+    def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
         """Join a recipe and a gear. Raises UserError with every reason why they cannot be joined."""
         if recipe.run.rehearse:
             recipe = rehearsed(recipe)
         batch = BatchPlan.divide(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
         check_against(gear, recipe, recipe_path, batch)
-        return cls(recipe_path, recipe, gear, batch)
+        return cls(recipe_path, recipe, gear, batch, tuple(hints))
 
     @property
     def run_name(self) -> str:

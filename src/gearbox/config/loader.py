@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,17 @@ import yaml
 from pydantic import ValidationError
 
 from gearbox.config.adapter_settings import saved_adapter_settings
-from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, RESUME, Recipe, Source, keys_of_group, recipe_keys
+from gearbox.config.recipe import (
+    BUILTIN_TASKS,
+    LOCAL_ENDINGS,
+    OLD_WARMUP,
+    RESUME,
+    Recipe,
+    Source,
+    keys_of_group,
+    recipe_keys,
+    renamed,
+)
 from gearbox.errors import UserError, did_you_mean, nearest
 
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
@@ -44,12 +55,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """The recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once."""
-    content = read_yaml(path)
+def load_recipe(
+    path: Path, overrides: list[str] | None = None, tell: Callable[[str], None] = lambda hint: None
+) -> Recipe:
+    """Load the recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once.
+
+    `tell` gets a hint for each place that uses an old key.
+    """
+    written = read_yaml(path)
+    content = renamed(written)
+    old_in = [str(path)] if content is not written else []
+    given = [override.partition("=")[0] for override in overrides or []]
     problems: list[str] = []
     for override in overrides or []:
         key, equals, text = override.partition("=")
+        if key == OLD_WARMUP and "schedule.warmup" not in given:
+            key = "schedule.warmup"
+            old_in.append("command line")
         *groups, last = key.split(".")
         if not equals or not groups:
             problems.append(f"{override!r}: an override is written group.key=value, such as optim.lr=1e-5")
@@ -76,6 +98,8 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> Recipe:
         problems += _missing_files(recipe)
     if problems or recipe is None:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    for place in dict.fromkeys(old_in):
+        tell(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a count or a share such as 5%")
     return recipe
 
 
@@ -150,7 +174,9 @@ def _explain(item: Any) -> str:
         del location[2:3]  # the name of the alternative, which the user has not written
     key, found = ".".join(location), item["input"]
     if item["type"] == "extra_forbidden":
-        name = location[-1]
+        if key == OLD_WARMUP:
+            return f"{key}: is the old name of schedule.warmup, which is given too; keep one"
+        name = "warmup" if location[-1] == "warmup_steps" else location[-1]
         exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
         group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
         siblings = keys_of_group(group)

@@ -5,7 +5,11 @@ Nothing here imports torch, so a misspelt key is reported in well under a second
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +20,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -36,6 +41,8 @@ FORMS = {
 }
 RESUME = ("auto", "latest", "never")  # or the folder of a checkpoint
 TURN_FIELDS = ("role", "content", "from", "value")
+OLD_WARMUP = "schedule.warmup_steps"  # what schedule.warmup was called, in recipes, overrides and manifests
+SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 
 def _number(value: Any) -> Any:
@@ -55,6 +62,39 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _share(text: str) -> str | None:
+    """Return a percentage below 100% in its shortest form, such as 2.5%, or None for any other text."""
+    found = SHARE.fullmatch(text)
+    share = Decimal(found[1]).normalize() if found else Decimal(100)
+    return f"{share:f}%" if share < 100 else None
+
+
+def _warmup(value: Any) -> int | str:
+    """Return a count as int and a share as a string such as 5%. Raises ValueError for anything else."""
+    near = None
+    if isinstance(value, str):
+        if (share := _share(value)) is not None:
+            return 0 if share == "0%" else share
+        near = _share(re.sub(r"\s", "", value))
+        value = int(value) if re.fullmatch("[0-9]+", value) else value
+    elif isinstance(value, float):
+        near = _share(f"{value * 100:g}%") if 0 < value < 1 else None
+        value = int(value) if value.is_integer() else value
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(
+        f"must be a count of steps such as 50, or a share of the run below 100% such as 5%, found {value!r}"
+        + (f"; did you mean {near}?" if near else "")
+    )
+
+
+def _accept_old_warmup(json_schema: dict[str, Any]) -> None:
+    """Let editors accept the old key, which is deprecated."""
+    json_schema["properties"]["warmup_steps"] = {
+        "deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer",
+    }  # fmt: skip
+
+
 def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
     known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
     for name in fields:
@@ -68,6 +108,13 @@ def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
+Warmup = Annotated[
+    int | str,
+    BeforeValidator(_warmup),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"}]}
+    ),
+]
 
 
 class Group(BaseModel):
@@ -235,10 +282,19 @@ class Optim(Group):
 
 
 class Schedule(Group):
+    model_config = ConfigDict(json_schema_extra=_accept_old_warmup)
+
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
-    warmup_steps: Int = Field(0, ge=0)
-    """Steps over which the learning rate rises from 0 to its peak."""
+    warmup: Warmup = 0
+    """Steps over which the learning rate rises from 0 to its peak: a count such as 50, or a share of the run, 5%."""
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the warm-up of a run of num_steps. A share is rounded up and leaves the run at least its last step."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        share = Fraction(self.warmup.removesuffix("%")) / 100  # exact: 0.07 * 100 is above 7 in floating point
+        return min(math.ceil(share * num_steps), num_steps - 1)
 
 
 class Train(Group):
@@ -308,9 +364,11 @@ class Recipe(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        if self.train.steps is not None and self.schedule.warmup_steps >= self.train.steps:
+        steps, warmup = self.train.steps, self.schedule.warmup
+        if steps is not None and isinstance(warmup, int) and warmup >= steps:
             raise ValueError(
-                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must be below train.steps ({self.train.steps})"
+                f"schedule.warmup: must be below train.steps ({steps}), found {warmup}; give fewer steps, or a share "
+                "of the run such as 5%"
             )
         if self.train.epochs is not None and self.data.sources[0].weight is not None:
             raise ValueError("train.epochs: weighted sources end at different times: give train.steps instead")
@@ -322,6 +380,26 @@ class Recipe(Group):
         if self.adapter.method == "none":
             return "full"
         return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
+
+
+def renamed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's content with schedule.warmup in place of schedule.warmup_steps, or `content` itself.
+
+    Content that has both keys is left as it is: the old one is then refused as unknown.
+    """
+    schedule = content.get("schedule")
+    if not isinstance(schedule, dict) or "warmup_steps" not in schedule or "warmup" in schedule:
+        return content
+    return content | {"schedule": {"warmup" if key == "warmup_steps" else key: schedule[key] for key in schedule}}
+
+
+def for_manifest(recipe: Recipe) -> dict[str, Any]:
+    """Return what a manifest stores of the recipe. A warm-up count keeps its old key, so older versions can resume."""
+    content = recipe.model_dump(mode="json")
+    schedule = content["schedule"]
+    if isinstance(schedule["warmup"], int):
+        schedule["warmup_steps"] = schedule.pop("warmup")
+    return content
 
 
 def recipe_keys() -> list[str]:

@@ -16,6 +16,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from gearbox.config.gear import Gear
+from gearbox.console import make_console
 from gearbox.errors import UserError
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.topology import RankDevice
@@ -133,6 +134,7 @@ class ProcessGroup:
         self.rank: int = self._state.process_index
         self.size: int = self._state.num_processes
         self.device: torch.device = self._state.device
+        self.screen = make_console(speaks=self.rank == 0)
 
     def gather(self, value: T) -> list[T]:
         """Return the object of each rank, by rank, on every rank."""

@@ -7,9 +7,20 @@ from pathlib import Path
 
 from gearbox import ROOT
 from gearbox.config.gear import NESTED, Gear, load_gear
+from gearbox.config.job import Job
+from gearbox.config.loader import load_recipe
+from gearbox.launch.cli import split_arguments
 from gearbox.processes import launcher_command
 
 LAUNCHER_FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NESTED.values())
+
+
+def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
+    """Read recipe, overrides and the launcher's gear. Raises UserError for whatever the files can show."""
+    recipe_path, overrides = split_arguments(arguments)
+    hints: list[str] = []
+    recipe = load_recipe(recipe_path, overrides, hints.append)
+    return Job.of(recipe_path, recipe, gear or find_gear(), hints)
 
 
 def find_gear() -> Gear:

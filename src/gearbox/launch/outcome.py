@@ -35,6 +35,11 @@ def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: 
             print(f"gearbox: {place} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
+def requested_run_folder() -> str | None:
+    """Return the folder that a restart is to resume in, None at the first try."""
+    return os.environ.get(RUN_FOLDER)
+
+
 def read_outcome(path: Path) -> dict[str, Any]:
     """What `conclude` wrote, or {}."""
     try:

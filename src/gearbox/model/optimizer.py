@@ -37,9 +37,10 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
 
 def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:
     """The rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
-    if step < schedule.warmup_steps:
-        return optim.lr * (step + 1) / schedule.warmup_steps
-    progress = (step - schedule.warmup_steps) / max(1, num_steps - schedule.warmup_steps)
+    num_warmup_steps = schedule.num_warmup_steps(num_steps)
+    if step < num_warmup_steps:
+        return optim.lr * (step + 1) / num_warmup_steps
+    progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
     shape = {
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 
-from gearbox.data.batches import IGNORE_INDEX
+from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
+from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 
 
@@ -60,3 +61,11 @@ def packing_leak(
             inputs = {"position_ids": mine["position_ids"], "labels": mine["labels"]}
             losses.append(model(input_ids=mine[tokens], **inputs)[0])
     return (losses[0] - losses[1]).abs().max()
+
+
+def measure_packing_leak(engine: Engine, rows: PackedRows, num_tokens: int) -> float:
+    """Return how far packed documents see each other in a batch of the shape that is trained, on every rank."""
+    batch = rows.batch(fullest_rows(rows, engine.job.batch.micro_rows))
+    on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)
+    return float(engine.accelerator.gather(leak[None]).max())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
 import transformers
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox import filesystem
+from gearbox.config.recipe import Recipe
+from gearbox.model import loading
+from gearbox.world import World
 
 
-def shrink_config(config: Any, tokenizer: Any, num_added: int = 0, num_layers: int = 2) -> Any:
+def shrink_config(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_added: int = 0, num_layers: int = 2
+) -> PretrainedConfig:
     """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before.
 
     Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
@@ -45,7 +50,7 @@ def shrink_config(config: Any, tokenizer: Any, num_added: int = 0, num_layers: i
     return config
 
 
-def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
+def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
     """Draw random weights once, as a folder, so that every gear loads them the way it loads real ones.
 
     bf16 has the same numbers, as it mostly has the hub's: ZeRO in bf16 rounds what it loads, so that its fp32 masters
@@ -63,3 +68,23 @@ def write_random(config: Any, tokenizer: Any, seed: int, folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         if not folder.exists():
             raise
+
+
+def weights_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, run_folder: Path, world: World, num_layers: int
+) -> str:
+    """Return folder or hub id of the weights to start from; random ones are drawn once, into the run's folder.
+
+    Those of a rehearsal have num_layers layers. Every rank calls it.
+    """
+    if recipe.model.init == "pretrained":
+        return recipe.model.name
+    base = run_folder / "base"
+    for is_my_turn in (world.rank == 0, world.rank != 0):  # a machine that does not see rank 0's folder writes its own
+        if is_my_turn and not base.exists():
+            config = loading.load_config(recipe.model, recipe.run.rehearse)
+            if recipe.run.rehearse:
+                config = shrink_config(config, tokenizer, len(recipe.model.add_tokens), num_layers)
+            write_random(config, tokenizer, recipe.train.seed, base)
+        world.barrier()
+    return str(base)

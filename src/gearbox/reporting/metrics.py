@@ -1,4 +1,4 @@
-"""What a run leaves to be read: metrics.jsonl, TensorBoard events, and the lines on the screen, from rank 0 alone."""
+"""What a run writes for people: metrics.jsonl, TensorBoard events, and lines on the screen, from rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import resource
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,27 +18,30 @@ from rich.console import Console
 from rich.markup import escape
 
 from gearbox import filesystem
-from gearbox.checkpoint.train_state import TrainState
+from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
+from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.data.batches import StepBatch
 from gearbox.redact import redacted
 
+JsonScalar = str | int | float | bool | None
 LINE_SECONDS = 10  # between two progress lines where there is no terminal to draw a bar on
 
 
 def memory_peak_bytes() -> int:
-    """The most memory this rank has held so far: of its GPU, else of the process."""
+    """Return the peak memory of this rank so far: of its GPU, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class Metrics:
-    """Writes a line a step. Every rank makes one and calls it alike; only rank 0's leaves anything.
+    """Writes a line per step. Every rank makes one and makes the same calls; only rank 0's writes.
 
-    What a run before wrote of steps that are done again is dropped.
+    Lines of an earlier run are dropped where their steps are repeated.
     """
 
-    def __init__(self, folder: Path, screen: Console, num_steps: int, progress: TrainState) -> None:
-        self.folder, self.screen, self.num_steps, self.progress = folder, screen, num_steps, progress
+    def __init__(self, folder: Path, screen: Console, num_steps: int, state: TrainState) -> None:
+        self.folder, self.screen, self.num_steps, self.state = folder, screen, num_steps, state
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
         self.waiting: list[str] = []
@@ -45,7 +49,7 @@ class Metrics:
         """Whether it has to be written whole."""
         self.board: Any = None
         self.last = self.last_line = time.perf_counter()
-        self.first_step = progress.step + 1
+        self.first_step = state.step + 1
         self.idle_since: float | None = None
         """When a run before this one wrote its last line, in seconds since 1970."""
 
@@ -53,7 +57,7 @@ class Metrics:
         if self.writes:
             if self.path.is_file():
                 self.idle_since = self.path.stat().st_mtime
-                drop_after(self.path, self.progress.step, self.progress.evaluated)
+                drop_after(self.path, self.state.step, self.state.evaluated)
             self._open_board(self.first_step)
             text = rich_progress.TextColumn("{task.fields[text]}")
             counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
@@ -61,7 +65,7 @@ class Metrics:
             self.bar = rich_progress.Progress(
                 *columns, console=self.screen, disable=not self.screen.is_terminal, transient=True
             )
-            self.task = self.bar.add_task("training", total=self.num_steps, text="", completed=self.progress.step)
+            self.task = self.bar.add_task("training", total=self.num_steps, text="", completed=self.state.step)
             self.bar.start()
         return self
 
@@ -73,62 +77,70 @@ class Metrics:
                 if self.board is not None:
                     self.board.close()
 
-    def step(self, *, num_tokens: int, is_spike: bool, skipped: bool, **numbers: Any) -> None:
-        """Record the optimizer step that `progress` has just counted; rates are since the last one."""
-        now, step = time.perf_counter(), self.progress.step
-        rate = num_tokens / (now - self.last)
-        self.progress.seconds += now - self.last
+    def step(self, batch: StepBatch, result: StepResult, rate: float, is_spike: bool) -> None:
+        """Record the optimizer step that `state` has just counted; speeds are since the previous one."""
+        now, step = time.perf_counter(), self.state.step
+        speed = batch.num_tokens / (now - self.last)
+        self.state.seconds += now - self.last
         self.last = now
-        marks: dict[str, Any] = {"spike": True} if is_spike else {}
+        marks: dict[str, JsonScalar] = {"spike": True} if is_spike else {}
         if self.idle_since is not None and step == self.first_step:
             marks["seconds_without_a_step"] = round(time.time() - self.idle_since, 1)
+        optional = {"idle": result.idle, "router_loss": result.router_loss}
         self.log(
-            **numbers,
-            rows_hash=self.progress.rows_hash,
-            tokens=self.progress.tokens,
-            tokens_supervised=self.progress.tokens_supervised,
-            tokens_per_second=round(rate, 1),
-            seconds=round(self.progress.seconds, 3),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=rate,
+            **{name: number for name, number in optional.items() if number is not None},
+            rows_hash=self.state.rows_hash,
+            tokens=self.state.tokens,
+            tokens_supervised=self.state.tokens_supervised,
+            tokens_per_second=round(speed, 1),
+            seconds=round(self.state.seconds, 3),
             memory_peak_bytes=memory_peak_bytes(),
-            num_skipped=self.progress.num_skipped,
+            num_skipped=self.state.num_skipped,
             **marks,
         )
-        if not self.writes:
-            return
-        text = f"loss {numbers['loss']:.4f}  lr {numbers['lr']:.2e}  {rate:,.0f} tokens/s"
-        if "idle" in numbers:  # of a pipeline
-            text += f"  {numbers['idle']:.0%} idle"
+        if self.writes:
+            self._show_step(result, rate, speed)
+
+    def _show_step(self, result: StepResult, rate: float, speed: float) -> None:
+        """Move the bar; where there is no terminal, print a line now and then."""
+        step = self.state.step
+        text = f"loss {result.loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s"
+        if result.idle is not None:
+            text += f"  {result.idle:.0%} idle"
         self.bar.update(self.task, completed=step, text=text)
-        if skipped:
+        if result.skipped:
             self.screen.print(f"step {step}/{self.num_steps}  not finite, skipped on all ranks")
         is_end = step in (self.first_step, self.num_steps)
-        if not self.screen.is_terminal and (is_end or now - self.last_line > LINE_SECONDS):
-            self.last_line = now
-            left = self.progress.seconds / step * (self.num_steps - step)
+        if not self.screen.is_terminal and (is_end or self.last - self.last_line > LINE_SECONDS):
+            self.last_line = self.last
+            left = self.state.seconds / step * (self.num_steps - step)
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
-    def evaluation(self, result: Any) -> None:
-        """Record a look at the held-out rows (`evaluation.Evaluation`); its time stays out of the next step's rate."""
-        self.log(eval_loss=result.loss, eval_exact_match=result.exact_match)
-        share = f"exact answers {result.exact_match:.1%}"
-        place = f"step {self.progress.step}/{self.num_steps}"
-        self.screen.print(f"{place}  held-out loss {result.loss:.4f}  {share}")
+    def evaluation(self, loss: float, exact_match: float) -> None:
+        """Record an evaluation of the held-out rows; its time does not count for the next step's speed."""
+        self.log(eval_loss=loss, eval_exact_match=exact_match)
+        step = f"step {self.state.step}/{self.num_steps}"
+        self.screen.print(f"{step}  held-out loss {loss:.4f}  exact answers {exact_match:.1%}")
         self.last = time.perf_counter()
 
-    def save(self, **facts: Any) -> None:
+    def save(self, facts: SaveFacts | SaveFailure) -> None:
         """Record a checkpoint that is complete, or one that could not be written."""
-        if "save_error" in facts:
+        if isinstance(facts, SaveFailure):
             self.screen.print(
-                f"[bold red]checkpoint of step {facts['save_failed']} not written[/]: {escape(facts['save_error'])}; "
-                f"the last good one is of step {facts['last_saved']}; it is tried again"
+                f"[bold red]checkpoint of step {facts.save_failed} not written[/]: {escape(facts.save_error)}; "
+                f"the last good one is of step {facts.last_saved}; it is tried again"
             )
-        self.log(**facts)
+        self.log(**asdict(facts))
         self._catch_up()
 
-    def log(self, **numbers: Any) -> None:
+    def log(self, **numbers: JsonScalar) -> None:
+        """Write a line of metrics.jsonl and TensorBoard's scalars; numbers that are not finite become null."""
         if not self.writes:
             return
-        step = self.progress.step
+        step = self.state.step
         line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
         self.waiting.append(json.dumps(redacted({"step": step, **line})) + "\n")
         try:
@@ -147,7 +159,7 @@ class Metrics:
                 self._open_board(step)
 
     def _catch_up(self) -> None:
-        """Where nothing can be appended (object stores) lines wait for a checkpoint; then the file is written anew."""
+        """Rewrite the file with the lines that wait: object stores cannot append."""
         if self.waiting:
             with suppress(OSError):
                 before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
@@ -164,7 +176,7 @@ class Metrics:
 
 
 def append(path: Path, text: str) -> None:
-    """Append all of a text, or nothing of it. The folder is made anew if somebody has removed it."""
+    """Append all of a text, or nothing of it. Make the folder again if somebody has removed it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         before, left = file.tell(), text.encode()
@@ -176,8 +188,8 @@ def append(path: Path, text: str) -> None:
             raise
 
 
-def _is_odd(number: Any) -> bool:
-    """Infinity and NaN are not JSON."""
+def _is_odd(number: JsonScalar) -> bool:
+    """Return True for infinity and NaN, which are not JSON."""
     return isinstance(number, float) and not math.isfinite(number)
 
 

@@ -3,18 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from transformers import PreTrainedTokenizerFast
 
+from gearbox.checkpoint.disk_space import DiskPlan
+from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
 from gearbox.data.batches import PackedRows
+from gearbox.data.corpus import MappedCorpus
 from gearbox.data.row_formats import TITLES
 from gearbox.data.splits import TrainingRows, summarize_dropped
+from gearbox.distributed.verification import EngineFacts
 
 
-def data_facts(recipe: Recipe, corpus: Any, prepared: TrainingRows, tokenizer: Any) -> dict[str, str]:
-    """Name and text of each line of the summary."""
+@dataclass(frozen=True)
+class Leakage:
+    """How far packed documents see each other."""
+
+    loss_change: float
+    """Largest change of a token's loss when another document of its row changes."""
+    tolerance: float
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether documents may share a row."""
+        return self.loss_change <= self.tolerance
+
+    def describe(self) -> str:
+        """Return the line of the plan."""
+        said = f"a neighbour changes a token's loss by {self.loss_change:.2g}"
+        if self.is_isolated:
+            return said
+        return said + ": this model does not keep them apart, so each row holds one document"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run. Shown before the first step, and in the report."""
+
+    job: Job
+    num_steps: int
+    data: dict[str, str]
+    """Line by line, of `data_facts`."""
+    engine: EngineFacts
+    leakage: Leakage | None
+    """None where rows are not packed."""
+    router_weight: float
+    """Of the loss that balances a mixture's experts, 0 without one."""
+    disk: DiskPlan
+    folder: Path
+    """Of the run."""
+    rows_key: str
+    """Identifies the tokens, and which of them are in which row."""
+    base: str | None
+    """Identifies the frozen weights below an adapter."""
+
+    def lines(self) -> dict[str, str]:
+        """Return name and text of each line."""
+        lines = self._asked() | self.data | self.engine.lines
+        if self.leakage is not None:
+            lines["packed documents"] = self.leakage.describe()
+        if self.router_weight:
+            lines["router loss"] = f"{self.router_weight:g} x the unbalance of the experts"
+        return lines | {"checkpoints": self.disk.describe(), "run": str(self.folder)}
+
+    def _asked(self) -> dict[str, str]:
+        """Return the lines that follow from recipe and gear."""
+        recipe, gear, batch = self.job.recipe, self.job.gear, self.job.batch
+        model = f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}"
+        if recipe.adapter.path:
+            model += f" from {recipe.adapter.path}"
+        if recipe.model.add_tokens:
+            model += f", {len(recipe.model.add_tokens)} tokens added"
+        copies = f"{batch.data_parallel} {'ranks' if batch.data_parallel == gear.num_processes else 'copies'}"
+        step = f"{batch.rows} rows = {copies} x {batch.accumulation_steps} rounds x {batch.micro_rows} rows"
+        if batch.num_empty_rows:
+            step += f", {batch.num_empty_rows} of them empty"
+        lines = {
+            "model": model,
+            "step": step,
+            "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
+            f"{recipe.schedule.name} over {self.num_steps:,} steps",
+        }
+        if recipe.run.rehearse:
+            lines["rehearsal"] = "a few narrow layers of the architecture, random weights, no network"
+        return lines
+
+    def show(self, screen: Console) -> None:
+        """Print the lines."""
+        show_lines(screen, self.lines())
+
+
+def show_lines(screen: Console, lines: dict[str, str]) -> None:
+    """Print name and text of each line, the texts below each other."""
+    for name, text in lines.items():
+        screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
+
+
+def data_facts(
+    recipe: Recipe, corpus: MappedCorpus, prepared: TrainingRows, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, str]:
+    """Return name and text of each line about the data."""
     rows, held_out = prepared.training, prepared.held_out
     lengths = corpus.lengths[np.unique(rows.chunks.document)]
     percentiles = " ".join(f"{p}%: {int(np.percentile(lengths, p)):,}" for p in (50, 90, 99))
@@ -55,7 +149,7 @@ def data_facts(recipe: Recipe, corpus: Any, prepared: TrainingRows, tokenizer: A
     return shown
 
 
-def _ends_are_special(rows: PackedRows, tokenizer: Any) -> bool:
+def _ends_are_special(rows: PackedRows, tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the last trained token of most of the first documents is one that text never makes."""
     specials = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = []
@@ -65,7 +159,7 @@ def _ends_are_special(rows: PackedRows, tokenizer: Any) -> bool:
     return sum(ends) * 2 >= len(ends)
 
 
-def _origins(corpus: Any) -> Iterator[str]:
+def _origins(corpus: MappedCorpus) -> Iterator[str]:
     """A line for each file, the first ones of many."""
     listed = list(zip(corpus.origins, corpus.summaries, strict=True))
     for origin, summary in listed[:4]:

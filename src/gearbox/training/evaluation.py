@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.config.recipe import Eval
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, make_step_batch
+from gearbox.data.splits import Sample, TrainingRows
+from gearbox.distributed.engine import Engine
 
 
 @dataclass(frozen=True)
 class Evaluation:
+    """How well the model predicts the held-out rows."""
+
     loss: float
     """Mean over the target tokens of all held-out rows."""
     exact_match: float
@@ -22,59 +28,77 @@ class Evaluation:
     """
 
 
-def evaluate(
-    accelerator: Any,
-    model: torch.nn.Module,
-    rows: PackedRows,
-    rows_at_once: int,
-    micro_rows: int,
-    place: tuple[int, int],
-    goes_on: Callable[[], bool] = lambda: True,
-) -> Evaluation | None:
-    """One pass over all held-out rows, dealt like training rows, so that any number of ranks agrees.
+def is_due(recipe: Eval, state: TrainState, num_steps: int) -> bool:
+    """Return True if the held-out rows are to be evaluated before the next step."""
+    is_last = state.step == num_steps
+    due = is_last or (state.step % recipe.every == 0 if recipe.every else state.step == 0)
+    return due and state.evaluated < state.step
 
-    `place` is this rank's part of the rows, and the number of parts; ranks with the same part count alike. None, if
-    `goes_on`, which all ranks ask together before each portion of rows, says no.
+
+def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool] = lambda: True) -> Evaluation | None:
+    """Evaluate all held-out rows, dealt like training rows, so that any number of ranks agrees.
+
+    All ranks call `keep_going` together before each portion of rows; return None if it returns False.
     """
+    portion, model = engine.job.recipe.batch.rows, engine.model
     model.eval()
-    sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)  # loss, targets, exact documents, documents
+    sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, targets, exact documents, documents
     with torch.no_grad():
-        for first in range(0, len(rows), rows_at_once):
-            if not goes_on():
+        for first in range(0, len(rows), portion):
+            if not keep_going():
                 model.train()
                 return None
-            ids = list(range(first, min(first + rows_at_once, len(rows))))
-            step = make_step_batch(rows, ids, *place, micro_rows)
-            for micro in step.micro_batches:
-                batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
-                documents = batch.pop("document_ids")
-                losses, hits = model(**batch)
-                target = batch["labels"] != IGNORE_INDEX
-                num_documents = len(documents[documents >= 0].unique())
-                num_wrong = len(documents[target & ~hits].unique())
-                sums += torch.tensor(
-                    [losses.sum(), target.sum(), num_documents - num_wrong, num_documents], device=sums.device
-                )
+            ids = list(range(first, min(first + portion, len(rows))))
+            for micro in make_step_batch(rows, ids, engine.eval_shard, engine.job.batch.micro_rows).micro_batches:
+                sums += _count(engine, micro)
     model.train()
-    total_loss, targets, exact, documents = accelerator.reduce(sums, "sum").tolist()
-    return Evaluation(total_loss / max(1, targets), exact / max(1, documents))
+    loss, targets, exact, documents = engine.reduce(sums).tolist()
+    return Evaluation(loss / max(1, targets), exact / max(1, documents))
 
 
-def answer(accelerator: Any, model: torch.nn.Module, tokenizer: Any, prompt: list[int], num_tokens: int) -> str:
-    """The greedy answer to a prompt (token ids), by all ranks in step, so that sharded models can give it."""
-    from accelerate.utils import broadcast
+def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return loss, targets, exact documents and documents of a micro batch, [4]."""
+    inputs, documents = engine.to_device(micro_batch), micro_batch["document_ids"].to(engine.device)
+    losses, hits = engine.model(**inputs)
+    is_target = inputs["labels"] != IGNORE_INDEX
+    num_documents = len(documents[documents >= 0].unique())
+    num_wrong = len(documents[is_target & ~hits].unique())
+    counts = [losses.sum(), is_target.sum(), num_documents - num_wrong, num_documents]
+    return torch.tensor(counts, device=engine.device)
 
-    tokens = torch.tensor([prompt], device=accelerator.device)
-    first_new = tokens.shape[1]
-    model.eval()
-    with torch.no_grad():
-        for _ in range(num_tokens):
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
-            # Every rank takes rank 0's token: a tie broken differently on one of them would end in a hang.
-            chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
-            tokens = torch.cat([tokens, chosen], 1)
-            if tokens[0, -1].item() == tokenizer.eos_token_id:
-                break
-    model.train()
-    return tokenizer.decode(tokens[0, first_new:], skip_special_tokens=True).strip()
+
+@dataclass(frozen=True)
+class SampleQuestions:
+    """Held-out questions that the model answers before and after the training."""
+
+    rows: TrainingRows
+    engine: Engine
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The questions, with their right answers."""
+        return self.rows.samples
+
+    def ask(self) -> dict[str, str]:
+        """Return the greedy answer to each question."""
+        return {sample.question: self._answer(sample.prompt) for sample in self.samples}
+
+    def _answer(self, prompt: list[int]) -> str:
+        """Return the greedy answer to a prompt, by all ranks in step, so that sharded models can give it."""
+        from accelerate.utils import broadcast
+
+        model = self.engine.model
+        tokens = torch.tensor([prompt], device=self.engine.device)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(self.engine.job.recipe.eval.sample_tokens):
+                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+                logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
+                # Every rank takes rank 0's token: a tie broken differently on one of them would end in a hang.
+                chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
+                tokens = torch.cat([tokens, chosen], 1)
+                if tokens[0, -1].item() == self.tokenizer.eos_token_id:
+                    break
+        model.train()
+        return str(self.tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -17,15 +18,19 @@ from typing import Any
 import yaml
 
 from gearbox import filesystem
-from gearbox.checkpoint import folders, manifest, shards
-from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, read_manifest, verify_shards
+from gearbox.checkpoint import folders
+from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_shards
+from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.config.recipe import RESUME, Recipe
+from gearbox.config.job import Job
+from gearbox.config.recipe import RESUME, Recipe, renamed
+from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
+from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 from gearbox.launch import outcome
-from gearbox.launch.outcome import write_outcome
-from gearbox.redact import redacted
+from gearbox.launch.environment import LaunchEnvironment
+from gearbox.redact import redact, redacted
 from gearbox.world import World
 
 LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
@@ -36,11 +41,14 @@ MAY_NOT = ("run.rehearse",)
 
 @dataclass
 class Run:
+    """A run's folder, and how far it is."""
+
     folder: Path
-    progress: TrainState
+    state: TrainState
     checkpoint: Path | None = None
-    """What it goes on from; verified."""
-    manifest: dict[str, Any] | None = None
+    """What it resumes from; verified."""
+    manifest: Manifest | None = None
+    """Of that checkpoint."""
     saved_step: int = 0
     """Of the newest checkpoint in this folder."""
     has_begun: bool = False
@@ -48,107 +56,147 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
         return self.folder / "checkpoints"
 
-    def restore(self, bare: Any, engine: Any, optimizer: Any, gather: sharded_state.Gather) -> None:
-        """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
-        assert self.checkpoint is not None and self.manifest is not None
-        gear = self.manifest["gear"]
+    @property
+    def hang_folder(self) -> Path:
+        """Where ranks leave their stacks if they hang."""
+        return self.folder / "hang"
+
+    def restore(self, engine: Engine) -> None:
+        """Give model and optimizer what the checkpoint holds, if there is one. Raises UserError where it cannot be."""
+        if self.checkpoint is None or self.manifest is None:
+            return
+        gear = self.manifest.gear
         written_by = f"accelerate_configs/{gear['name']}.yaml with --num_processes {gear['num_processes']}"
         try:
-            saved = shards.ShardReader(self.checkpoint, self.manifest)
-            sharded_state.restore(bare, engine, optimizer, saved, written_by, gather)
-        except manifest.CorruptCheckpoint as error:
+            saved = ShardReader(self.checkpoint, self.manifest)
+            sharded_state.restore(engine.unwrapped, engine.model, engine.optimizer, saved, written_by, engine.world)
+        except CorruptCheckpoint as error:
             raise UserError(f"{self.checkpoint}: {error}") from None
 
     def check_same(self, rows: str, base: str | None) -> None:
         """Raise UserError where the checkpoint was made from other rows, or upon other frozen weights."""
-        saved = self.manifest or {"rows": rows, "base": base}
-        if saved["rows"] != rows:
+        if self.manifest is None:
+            return
+        if not _are_same_rows(self.manifest.rows, rows):
             raise UserError(
                 f"{self.checkpoint}: was trained on other rows: the data behind data.path, or what eval holds out of "
                 "it, has changed since; put it back, or start anew with run.resume=never"
             )
-        if saved["base"] != base:
+        if self.manifest.base != base:
             raise UserError(
                 f"{self.checkpoint}: its adapter was trained upon other weights than model.name, or adapter.path, has "
                 "now; put them back, or start anew with run.resume=never"
             )
 
-    def says(self, outcome: str, text: str = "") -> None:
-        """Leave in status.json how the run stands, and tell it to each machine's launcher. Called by every rank."""
-        folder = self.folder if os.environ.get("RANK", "0") == "0" else None
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            write_outcome(
-                outcome, text, folder, run=str(self.folder), step=self.progress.step, saved_step=self.saved_step,
-                pid=os.getpid(), host=socket.gethostname(),
-            )  # fmt: skip
+    def mark_started(self) -> None:
+        """Note that the run has taken a step: from here on its folder stays, and an error is a failure of it."""
+        self.has_begun = True
+        self.write_status("running")
+
+    def write_dropped(self, dropped: list[Dropped]) -> None:
+        """List the documents that are not trained, each with its reason. Only for rank 0."""
+        if dropped:
+            lines = [json.dumps({"place": entry.location, "reason": entry.reason}) for entry in dropped]
+            (self.folder / "dropped.jsonl").write_text(redact("".join(f"{line}\n" for line in lines)), encoding="utf-8")
+
+    def write_status(self, status: str, text: str = "") -> None:
+        """Write to status.json how the run is, and to the file of each machine's launcher. Called by every rank."""
+        launched = LaunchEnvironment.read()
+        if launched.local_rank == 0:
+            outcome.write_outcome(
+                status,
+                text,
+                self.folder if launched.rank == 0 else None,
+                run=str(self.folder),
+                step=self.state.step,
+                saved_step=self.saved_step,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+
+
+def _are_same_rows(saved: str, rows: str) -> bool:
+    """Compare what a manifest holds of the rows with those of this run.
+
+    Before `tokens:` the data was known by a hash that changed with Gearbox's own source: its rows are compared alone.
+    """
+    if saved.startswith("tokens:"):
+        return saved == rows
+    return saved.rpartition(" ")[2] == rows.rpartition(" ")[2]
 
 
 @contextmanager
-def open_run(recipe: Recipe, default_name: str, world: World, tell: Callable[[str], None]) -> Iterator[Run]:
-    """The folder of this run, locked against others; a new one goes away again if it ends before its first step."""
-    mine: list[filesystem.Lock] = []
+def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Run]:
+    """Take the folder of this run, locked against others; delete a new one if it ends before its first step."""
+    recipe = job.recipe
+    locks: list[filesystem.Lock] = []  # one, on rank 0
 
     def choose() -> tuple[str, bool]:
         try:
-            folder, is_new, lock = _choose_folder(recipe, recipe.run.name or default_name, begun)
+            folder, is_new, lock = _choose_folder(recipe, job.run_name, begun)
         except OSError as error:
             raise UserError(f"run.dir: {recipe.run.dir} cannot be written: {error.strerror}") from None
-        mine.append(lock)
+        locks.append(lock)
         return str(folder), is_new
 
-    begun = next(filter(None, world.gather(os.environ.get(outcome.RUN_FOLDER))), None)  # one launcher may be newer
+    begun = next(filter(None, world.gather(outcome.requested_run_folder())), None)  # one launcher may be newer
     name, is_new = world.decide(choose)
     run = Run(Path(name), TrainState())
     try:
-        blind = [
-            str(rank)
-            for rank, sees in enumerate(world.gather(filesystem.wait_for_path(run.folder, APPEARS_SECONDS)))
-            if not sees
-        ]
-        if blind:
-            raise UserError(
-                f"run.dir: rank {', '.join(blind)} cannot see {run.folder}; all machines need the same run.dir"
-            )
-        here = recipe.run.resume in RESUME or folders.list_checkpoints(run.checkpoints)
-        _find_checkpoint(run, run.checkpoints if here else Path(recipe.run.resume), recipe, world, tell)
-        if mine:
-            if mine[0].problem:
-                tell(f"{run.folder}: cannot be locked ({mine[0].problem}): see that no other run has this run.name")
-            for folder in folders.delete_unfinished(run.checkpoints):
-                tell(f"{folder} was never finished, and is removed")
-            for leftover in (run.folder / "hang").glob("*.txt"):  # of ranks that were killed; others have a stack
-                if not leftover.stat().st_size:
-                    leftover.unlink()
-            resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
-            (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
-            if run.checkpoint is None:
-                run.says("running")
+        _check_all_see(run.folder, world)
+        is_series = recipe.run.resume in RESUME or folders.list_checkpoints(run.checkpoints)
+        _find_checkpoint(run, run.checkpoints if is_series else Path(recipe.run.resume), recipe, world, tell)
+        for lock in locks:
+            _tidy_up(run, recipe, lock, tell)
         yield run
     except BaseException as found:
         if run.has_begun and isinstance(found, UserError):
-            run.says("failed", f"gearbox: {found}")
-        if mine and is_new and not run.has_begun:
+            run.write_status("failed", f"gearbox: {found}")
+        if locks and is_new and not run.has_begun:
             shutil.rmtree(run.folder, ignore_errors=True)
         raise
     finally:
-        for lock in mine:
+        for lock in locks:
             lock.release()
 
 
+def _check_all_see(folder: Path, world: World) -> None:
+    """Raise UserError where a rank's machine does not see the folder."""
+    sees = world.gather(filesystem.wait_for_path(folder, APPEARS_SECONDS))
+    if blind := [str(rank) for rank, seen in enumerate(sees) if not seen]:
+        raise UserError(f"run.dir: rank {', '.join(blind)} cannot see {folder}; all machines need the same run.dir")
+
+
+def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[str], None]) -> None:
+    """Remove what a dead run left unfinished, and write the recipe in force. Only for the holder of the lock."""
+    if lock.problem:
+        tell(f"{run.folder}: cannot be locked ({lock.problem}): see that no other run has this run.name")
+    for folder in folders.delete_unfinished(run.checkpoints):
+        tell(f"{folder} was never finished, and is removed")
+    for leftover in run.hang_folder.glob("*.txt"):  # of ranks that were killed; others have a stack
+        if not leftover.stat().st_size:
+            leftover.unlink()
+    resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
+    (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
+    if run.checkpoint is None:
+        run.write_status("running")
+
+
 def versions() -> dict[str, str]:
-    """Of what decides about numbers."""
+    """Return the versions of what decides about numbers."""
     names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
     return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
 def _choose_folder(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, filesystem.Lock]:
-    """The folder to run in, whether it is new, and its lock; `begun` is the one that a launcher wants gone on with."""
+    """Return the folder to run in, whether it is new, and its lock; `begun` is the one that a launcher restarts."""
     parent, resume = Path(recipe.run.dir), recipe.run.resume
     parent.mkdir(parents=True, exist_ok=True)
     series = _series(parent, name)
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_restart = LaunchEnvironment.read().restart_count > 0
     if begun is not None:
         return (folder := Path(begun)), False, _lock(folder)
     if resume == "latest" and not series:
@@ -221,55 +269,52 @@ def _lock(folder: Path) -> filesystem.Lock:
     return lock
 
 
-def _find_checkpoint(
-    run: Run,
-    source: Path,
-    recipe: Recipe,
-    world: World,
-    tell: Callable[[str], None],
-) -> None:
-    """Set what the run goes on from: the newest whole checkpoint in a folder of them, or the one named."""
+def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell: Callable[[str], None]) -> None:
+    """Set what the run resumes from: the newest complete checkpoint in a folder of them, or the one named."""
     is_one = (source / MANIFEST).is_file()
     candidates = [str(source)] if is_one else [str(path) for _, path in folders.list_checkpoints(source)]
     candidates = world.gather(candidates)[0]
-    bad = []
+    num_bad = 0
     for folder in map(Path, candidates):
-        manifest, problem = None, None
-        try:
-            manifest = read_manifest(folder)
-            names = sorted(manifest["files"])[world.rank :: world.size]
-            verify_shards(folder, {name: manifest["files"][name] for name in names})
-        except CorruptCheckpoint as found:
-            problem = str(found)
-        else:
-            try:
-                run.progress = TrainState.from_json(manifest["progress"])
-            except TypeError as found:
-                problem = f"is of another version: {found}"
+        problem, found = _verify_share(folder, world)
         if problems := [found for found in world.gather(problem) if found]:
-            bad.append(folder)
+            num_bad += 1
             tell(f"{folder} is passed over: {problems[0]}")
             continue
-        assert manifest is not None
-        if different := _differences(manifest["recipe"], recipe):
+        assert found is not None
+        run.manifest, run.state = found
+        if different := _differences(run.manifest.recipe, recipe):
             raise UserError(
                 f"{folder}: was made by another recipe: {'; '.join(different)}; put that back, or start anew with "
                 "run.resume=never"
             )
-        run.checkpoint, run.manifest = folder, manifest
+        run.checkpoint = folder
         # One in another folder is not this run's.
-        run.saved_step = manifest["step"] if folder.parent == run.checkpoints else 0
+        run.saved_step = run.manifest.step if folder.parent == run.checkpoints else 0
         return
-    if bad:
+    if num_bad:
         raise UserError(
-            f"{source}: no checkpoint is whole ({len(bad)} of them, see above); run.resume=never starts anew in "
+            f"{source}: no checkpoint is whole ({num_bad} of them, see above); run.resume=never starts anew in "
             "another folder"
         )
 
 
+def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifest, TrainState] | None]:
+    """Verify this rank's share of a checkpoint's files; return what is wrong, or the manifest and what it resumes."""
+    try:
+        manifest = read_manifest(folder)
+        names = sorted(manifest.files)[world.rank :: world.size]
+        verify_shards(folder, {name: manifest.files[name] for name in names})
+        return None, (manifest, TrainState.from_json(manifest.progress))
+    except CorruptCheckpoint as found:
+        return str(found), None
+    except TypeError as found:
+        return f"is of another version: {found}", None
+
+
 def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """The keys whose change makes it another run, with both values."""
-    there, here = _flat(saved), _flat(redacted(recipe.model_dump(mode="json")))
+    there, here = _flat(renamed(saved)), _flat(redacted(recipe.model_dump(mode="json")))
     return [
         f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
         for key in sorted({*there, *here})

@@ -1,0 +1,89 @@
+"""The end of a run: stopped and saved, or done, with a model that others load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from gearbox import ROOT
+from gearbox.distributed import full_parameters
+from gearbox.distributed.engine import Engine
+from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup
+from gearbox.launch.outcome import exit_code
+from gearbox.launch.watchdog import Watchdog
+from gearbox.model import adapters, export
+from gearbox.reporting import html_report, preview
+from gearbox.reporting.plan import Plan
+from gearbox.training.evaluation import SampleQuestions
+from gearbox.training.run_folder import Run
+
+NUM_SHOWN_DOCUMENTS = 5  # on the report
+# What a launcher gives its ranks; a process of its own must not inherit it.
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "OMP_", "TORCHELASTIC", "ACCELERATE", "FSDP_",
+    "GEARBOX_",
+)  # fmt: skip
+
+
+def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
+    """End a run that was asked to stop: say from where it resumes. Return the exit code."""
+    watchdog.disarm()
+    text = f"stopped at step {run.state.step}; the same command goes on from step {run.saved_step}"
+    world.barrier()
+    run.write_status("saved", text)
+    world.screen.print(f"[bold green]saved[/]  {text}")
+    return exit_code("saved")
+
+
+def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchdog) -> None:
+    """Leave the loop: other ranks may end, and what follows may take longer than a step."""
+    watchdog.disarm(ignores_signals=run.saved_step < num_steps)
+    world.set_collective_timeout(LOADING_TIMEOUT.total_seconds())
+
+
+def save_model(engine: Engine, questions: SampleQuestions, run: Run) -> None:
+    """Write run.folder/model. Every rank calls it: parameters are gathered one at a time."""
+    recipe = engine.job.recipe
+    parameters = full_parameters.iter_full_parameters(
+        engine.unwrapped,
+        engine.world,
+        engine.device,
+        only_trainable=recipe.adapter.method != "none",
+        also=adapters.saved_frozen_names(engine.unwrapped, recipe),
+    )
+    folder = run.folder / "model"
+    export.save(engine.unwrapped, parameters, questions.tokenizer, engine.source, engine.stored_dtype, folder)
+    engine.world.barrier()
+
+
+def report(plan: Plan, questions: SampleQuestions, answers: dict[str, str], run: Run) -> None:
+    """On rank 0, show the answers, write the report, and load the saved model back in a fresh process.
+
+    The other ranks end meanwhile: a large model is loaded for longer than a collective may wait.
+    """
+    world = questions.engine.world
+    if world.rank == 0:
+        answered = preview.answers(questions.samples, run.state.answers_before, answers)
+        preview.show_answers(world.screen, answered)
+        shown = preview.first_documents(questions.rows.training, questions.tokenizer, NUM_SHOWN_DOCUMENTS)
+        html_report.write(run.folder, plan.lines(), shown, answered)
+        question = questions.samples[0].question if questions.samples else "Hello"
+        reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
+        world.screen.print(f"loaded back in a fresh process, it answers: {reply}")
+        world.screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
+        world.screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
+    run.write_status("done")
+
+
+def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
+    """Put one question to the saved model in a fresh process, without a GPU, as whoever receives it would."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+    command = [sys.executable, str(ROOT / "src" / "ask.py"), str(folder), question]
+    command += ["trust_remote_code=true"] if trust_remote_code else []
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{folder} was saved but cannot be loaded back:\n{ended.stderr[-3000:]}")
+    return preview.short(ended.stdout)

@@ -1,0 +1,126 @@
+"""The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.data import batches
+from gearbox.data.batches import StepBatch
+from gearbox.data.splits import TrainingRows
+from gearbox.distributed.engine import Engine
+from gearbox.distributed.pipeline_parallel import Pipeline
+from gearbox.errors import UserError
+from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
+from gearbox.model.optimizer import learning_rate
+from gearbox.model.router_loss import pop_router_loss, router_weight
+from gearbox.training import evaluation
+from gearbox.training.session import Outputs
+
+
+def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
+    """Train until rows.num_steps. Return True if a rank was asked to stop first, and everything is saved."""
+    recipe, first_step = engine.job.recipe, state.step
+    while True:
+        evaluate_if_due(engine, rows, state, outputs, watchdog)
+        watchdog.heartbeat(f"step {state.step}, boundary")
+        stop = outputs.checkpointer.on_step_boundary(state, rows.num_steps, watchdog.stop_requested)
+        if stop or state.step == rows.num_steps:
+            return stop and (state.step < rows.num_steps or outputs.checkpointer.saved_step == state.step)
+
+        def heartbeat(phase: str, step: int = state.step + 1) -> None:
+            watchdog.heartbeat(f"step {step}, {phase}")
+
+        heartbeat("rows")
+        row_ids = rows.sampler.step(state.step)
+        batch = batches.make_step_batch(rows.training, row_ids, engine.data_shard, engine.job.batch.micro_rows)
+        engine.seed_step(state.step)
+        rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)
+        engine.set_learning_rate(rate)
+        result = train_step(engine, batch, recipe.optim.max_grad_norm, heartbeat)
+        is_spike = state.advance(batch, result)
+        outputs.metrics.step(batch, result, rate, is_spike)
+        refuse_divergence(recipe.run.max_bad_steps, rows, state, batch, result)
+        if state.step == first_step + 1:  # loading takes long, a step does not: from here on a hang is recognised
+            outputs.run.mark_started()
+            engine.world.set_collective_timeout(recipe.run.hang_timeout + GRACE_SECONDS)
+            watchdog.arm(outputs.run.hang_folder, recipe.run.hang_timeout)
+
+
+def train_step(
+    engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None] = lambda phase: None
+) -> StepResult:
+    """Take one optimizer step on this rank's micro batches. Return loss and gradient norm of the whole step.
+
+    The loss is the sum over the target tokens of all ranks, divided by their number. Where loss or gradient is not
+    finite on one rank, the norm is finite on none, and no rank takes the step.
+    """
+    if engine.pipeline is not None:
+        return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, heartbeat)
+    total, grad_norm = torch.zeros((), device=engine.device), 0.0
+    for number, micro_batch in enumerate(batch.micro_batches, start=1):
+        heartbeat(f"micro batch {number}")
+        with engine.forward_inputs(micro_batch) as inputs:
+            loss = engine.model(**inputs) / max(1, batch.num_targets)
+            total += loss.detach()
+            if engine.is_last_micro_batch:
+                total = engine.sum_over_ranks(total)
+                loss = loss * (1 + 0 * total)  # 1, or NaN if any rank's loss is not finite
+            engine.backward(loss)
+            if engine.is_last_micro_batch:
+                heartbeat("gradient norm")
+                grad_norm = engine.clip_gradients(max_grad_norm)
+            engine.step_and_zero(skip=not math.isfinite(grad_norm))
+    return StepResult(float(total), grad_norm, router_loss=mean_router_loss(engine, batch.num_targets))
+
+
+def train_pipeline_step(
+    engine: Engine, pipeline: Pipeline, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]
+) -> StepResult:
+    """Take the same step where micro batches flow through a pipeline, which takes all of them at once."""
+    heartbeat("pipeline")
+    micro_batches = [engine.to_device(micro_batch) for micro_batch in batch.micro_batches]
+    loss = pipeline.step(micro_batches, 1 / max(1, batch.num_targets))
+    heartbeat("gradient norm")
+    grad_norm = engine.clip_gradients(max_grad_norm) if math.isfinite(loss) else math.nan
+    engine.step_and_zero(skip=not math.isfinite(grad_norm))
+    return StepResult(loss, grad_norm, mean_router_loss(engine, batch.num_targets), idle=pipeline.idle)
+
+
+def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
+    """Return the step's router loss per target token, without its weight; None where no router is balanced."""
+    if not router_weight(engine.unwrapped):
+        return None
+    return float(engine.reduce(pop_router_loss(engine.unwrapped))) / max(1, num_targets)
+
+
+def evaluate_if_due(
+    engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog
+) -> None:
+    """Evaluate the held-out rows where it is due; a stop ends it on all ranks."""
+    if not (len(rows.held_out) and evaluation.is_due(engine.job.recipe.eval, state, rows.num_steps)):
+        return
+
+    def keep_going() -> bool:
+        watchdog.heartbeat(f"step {state.step}, evaluation")
+        return not any(engine.world.sum([watchdog.stop_requested]))
+
+    result = evaluation.evaluate(engine, rows.held_out, keep_going)
+    if result is not None:
+        state.evaluated, state.eval_loss = state.step, result.loss
+        outputs.metrics.evaluation(result.loss, result.exact_match)
+
+
+def refuse_divergence(
+    max_bad_steps: int, rows: TrainingRows, state: TrainState, batch: StepBatch, result: StepResult
+) -> None:
+    """Raise UserError after so many steps in a row whose loss or gradient is not finite."""
+    if state.num_skipped_in_a_row >= max_bad_steps:
+        raise UserError(
+            f"step {state.step}: the loss is {result.loss} and the gradient's norm {result.grad_norm}, and not finite "
+            f"for {state.num_skipped_in_a_row} steps in a row (run.max_bad_steps); lower optim.lr, or look at the "
+            f"rows {batch.row_ids}: {rows.training.locations(batch.row_ids)}"
+        )

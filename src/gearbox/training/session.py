@@ -1,0 +1,262 @@
+"""What main builds before the first step: one function each, in the order in which main calls them.
+
+The order matters: every rank makes the same collective calls, and each function needs what those before it made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from rich.markup import escape
+from transformers import PreTrainedTokenizerFast
+
+from gearbox.checkpoint import disk_space
+from gearbox.checkpoint.checkpointer import Checkpointer, SaveFacts, SaveFailure
+from gearbox.checkpoint.manifest import Manifest, WrittenBy
+from gearbox.checkpoint.shards import TensorShard
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.config.compatibility import check_architecture
+from gearbox.config.job import Job
+from gearbox.config.recipe import for_manifest
+from gearbox.console import make_console
+from gearbox.data import corpus, splits
+from gearbox.data.corpus import MappedCorpus
+from gearbox.data.splits import TrainingRows
+from gearbox.distributed import engine as engines
+from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
+from gearbox.distributed.engine import Engine
+from gearbox.distributed.process_group import ProcessGroup
+from gearbox.distributed.verification import EngineFacts
+from gearbox.errors import UserError
+from gearbox.launch import outcome, topology
+from gearbox.launch.watchdog import Watchdog
+from gearbox.model import adapters, export, loading, probes, random_init
+from gearbox.model.optimizer import make_optimizer
+from gearbox.model.router_loss import router_weight
+from gearbox.reporting import preview
+from gearbox.reporting.metrics import Metrics
+from gearbox.reporting.plan import Leakage, Plan, data_facts
+from gearbox.training import run_folder
+from gearbox.training.run_folder import Run
+
+# By precision: relative, between our loss and the model's own; of a token's loss, when another document changes.
+TOLERANCES = {"no": (1e-4, 1e-4), "bf16": (2e-2, 3e-2)}
+LAYERS_OF_PROOF = 3  # of the narrow copy that shows whether a family can be cut into stages
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The documents as tokens, and the rows made of them."""
+
+    tokenizer: PreTrainedTokenizerFast
+    corpus: MappedCorpus
+    evaluated: MappedCorpus | None
+    """Of eval.path, if it is given."""
+    rows: TrainingRows
+
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens, whatever file they came from."""
+        return " ".join(one.digest for one in (self.corpus, self.evaluated) if one is not None)
+
+
+def prepare_data(job: Job) -> tuple[Job, TrainingData]:
+    """Tokenize the documents and pack them into rows. Return the job with the settings of an adapter from the hub."""
+    process_group.check_ranks(job.gear)
+    screen = make_console(speaks=process_group.is_first_rank())
+    if job.recipe.model.trust_remote_code:
+        name = job.recipe.model.name
+        screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {name}[/]")
+    recipe = adapters.download_adapter(job.recipe)
+    tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
+    adapters.check_tokens(recipe, tokenizer)
+    is_builder = process_group.is_first_rank_of_node()
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, screen.print)
+    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    return replace(job, recipe=recipe), TrainingData(tokenizer, documents, evaluated, rows)
+
+
+def join(job: Job, data: TrainingData) -> ProcessGroup:
+    """Meet the other ranks. Raises UserError unless all are here, in one world, with the same data."""
+    gear = job.gear
+    world = process_group.join_process_group(gear)
+    devices = world.rank_devices()
+    topology.check_single_world(devices)
+    process_group.check_same_data(world, data.digest)
+    world.screen.print(f"[bold]Gearbox[/]  recipe {job.recipe_path}  gear {gear.name}")
+    if outcome.requested_run_folder() is None:  # else the first try has printed them
+        for hint in job.hints:
+            world.screen.print(f"hint: {escape(hint)}")
+    for line in topology.format_rank_table(devices):
+        world.screen.print(line)
+    if nodes := topology.num_idle_nodes(devices):
+        world.screen.print(
+            f"hint: {nodes} more machines of this job are idle; cluster/slurm/train.sbatch uses them all"
+        )
+    if process_group.runs_on_cpu():
+        world.screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
+    elif gpus := process_group.num_idle_gpus():
+        use = "ddp, fsdp and zero3 use --num_processes N of them"
+        world.screen.print(f"hint: {gpus} more GPUs of this machine are idle; {use}")
+    return world
+
+
+def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) -> Engine:
+    """Load the model, wrap model and optimizer, and restore the checkpoint that the run resumes from."""
+    recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
+    source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
+    config = loading.architecture(source, recipe.model)
+    check_architecture(gear, config, recipe.model.router_loss)
+    if gear.degree("pp") > 1:
+        narrow = random_init.shrink_config(copy.deepcopy(config), tokenizer, num_layers=LAYERS_OF_PROOF)
+        pipeline_stages.check_stages_equal_whole(narrow)
+    accelerator = engines.create_accelerator(job)  # before the model is loaded: ZeRO-3 shards it on the way
+    stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
+    loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
+    model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
+    unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
+    engine = Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype)
+    run.restore(engine)
+    return engine
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found when the engine was checked, and the rows that it can train."""
+
+    facts: EngineFacts
+    rows: TrainingRows
+    leakage: Leakage | None
+    """None where rows are not packed."""
+
+
+def verify(engine: Engine, data: TrainingData) -> Verified:
+    """Check that what was asked for is what runs, that its loss is the model's own, and that documents are isolated.
+
+    Where packed documents leak into each other, each row holds one document.
+    """
+    job, num_tokens = engine.job, len(data.tokenizer)
+    loss_tolerance, leak_tolerance = TOLERANCES[engines.precision(job.gear)]
+    facts = verification.verify(
+        engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
+    )
+    probes.check_loss(engine.model, num_tokens, engine.device, loss_tolerance)
+    rows, leakage = data.rows, None
+    if rows.training.packing:
+        change = probes.measure_packing_leak(engine, rows.training, num_tokens)
+        leakage = Leakage(change, leak_tolerance)
+        if not leakage.is_isolated:
+            rows = splits.split_and_pack(job.recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
+    engine.fix_ddp_bucket_order(rows.training.batch([None]))
+    return Verified(facts, rows, leakage)
+
+
+def make_plan(engine: Engine, data: TrainingData, verified: Verified, run: Run) -> Plan:
+    """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
+    job, world, rows = engine.job, engine.world, verified.rows
+    rows_key = f"tokens:{data.corpus.digest} {rows.training.key}"
+    base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
+    run.check_same(rows_key, base)
+    if run.state.step > rows.num_steps:
+        raise UserError(
+            f"train.steps: {rows.num_steps} are fewer than the {run.state.step} steps of {run.checkpoint}; give more"
+        )
+    num_bytes = sharded_state.checkpoint_bytes(engine.unwrapped, engine.optimizer, world)
+    return Plan(
+        job=job,
+        num_steps=rows.num_steps,
+        data=data_facts(job.recipe, data.corpus, rows, data.tokenizer),
+        engine=verified.facts,
+        leakage=verified.leakage,
+        router_weight=router_weight(engine.unwrapped),
+        disk=world.decide(lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes)),
+        folder=run.folder,
+        rows_key=rows_key,
+        base=base,
+    )
+
+
+def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world: ProcessGroup) -> None:
+    """Print the plan and a document with its trained tokens; list the documents that are not trained."""
+    plan.show(world.screen)
+    if run.checkpoint is not None:
+        step = f"step {run.state.step} of {plan.num_steps}"
+        world.screen.print(f"[bold]goes on[/] from {run.checkpoint}, {step}")
+    first = preview.first_documents(rows.training, data.tokenizer, 1)
+    preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
+    if world.rank == 0:
+        run.write_dropped([*rows.dropped, *rows.dropped_of_evaluation])
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What a checkpoint of this run is made of (`CheckpointSource`)."""
+
+    engine: Engine
+    plan: Plan
+
+    def local_shards(self) -> list[TensorShard]:
+        """Return what this rank writes."""
+        return self.engine.local_shards()
+
+    def manifest(self, state: TrainState) -> Manifest:
+        """Return the manifest of this step, without files."""
+        engine, job = self.engine, self.engine.job
+        return Manifest(
+            step=state.step,
+            progress=state.to_json(),
+            eval_loss=state.eval_loss if state.evaluated == state.step else None,
+            parameters=sharded_state.full_shapes(engine.unwrapped, engine.world),
+            scalars=sharded_state.scalars(engine.unwrapped, engine.optimizer, engine.world),
+            recipe=for_manifest(job.recipe),
+            rows=self.plan.rows_key,
+            base=self.plan.base,
+            versions=run_folder.versions(),
+            gear=WrittenBy(name=job.gear.name, num_processes=job.gear.num_processes, engine=self.plan.engine.engine),
+        )
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """Reports saves to the metrics, the run's status and the watchdog (`SaveListener`)."""
+
+    run: Run
+    metrics: Metrics
+    watchdog: Watchdog
+
+    def saved(self, facts: SaveFacts) -> None:
+        """Record a checkpoint that is complete."""
+        self.metrics.save(facts)
+        self.run.saved_step = facts.saved
+        self.run.write_status("running")
+
+    def save_failed(self, failure: SaveFailure) -> None:
+        """Record a checkpoint that could not be written."""
+        self.metrics.save(failure)
+
+    def heartbeat(self, doing: str) -> None:
+        """Tell the watchdog that this rank makes progress."""
+        self.watchdog.heartbeat(doing)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a run writes while it trains."""
+
+    run: Run
+    metrics: Metrics
+    checkpointer: Checkpointer
+
+
+@contextmanager
+def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
+    """Open metrics and checkpoints. Within, a stop is left to the loop, which saves, and dead ranks end this one."""
+    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state) as metrics:
+        report = SaveReport(run, metrics, watchdog)
+        contents = CheckpointContents(engine, plan)
+        checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
+        watchdog.watch_peers(engine.world.pids_of_node())
+        yield Outputs(run, metrics, checkpointer)

@@ -1,0 +1,240 @@
+"""Guards schedule.warmup: counts and shares, their rounding, the old key schedule.warmup_steps, and old checkpoints."""
+
+import json
+import math
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+import schema
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Optim, Recipe, Schedule, for_manifest, recipe_keys
+from gearbox.errors import UserError
+from gearbox.model.optimizer import learning_rate
+from gearbox.training import run_folder
+
+TINY = ROOT / "recipes" / "tiny.yaml"
+OLD = "schedule.warmup_steps"
+IS_NOW = f"{OLD} is now schedule.warmup, which takes a count or a share such as 5%"
+
+
+@pytest.fixture
+def old_recipe(tmp_path) -> Path:
+    """The tiny recipe as it was written before the key had another name."""
+    content = yaml.safe_load(TINY.read_text())
+    content["schedule"] = {"name": "cosine", "warmup_steps": 50}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def rates(num_steps: int, warmup: int | str, name: str = "linear") -> list[float]:
+    schedule = Schedule(name=name, warmup=warmup)
+    return [learning_rate(step, num_steps, Optim(lr=1.0), schedule) for step in range(num_steps)]
+
+
+def rate_of_before(step: int, num_steps: int, lr: float, warmup_steps: int, name: str) -> float:
+    """learning_rate as it was at 6346433."""
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[name]
+    return lr * shape
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("0", 0), ("50", 50), ('"50"', 50), ("50.0", 50), ("5%", "5%"), ("2.5%", "2.5%"), ('"5.0%"', "5%"),
+        ("05%", "5%"), ("10%", "10%"), ("99.9%", "99.9%"), ("0%", 0), ("0.0%", 0), ("0.01%", "0.01%"),
+    ],
+)  # fmt: skip
+def test_a_count_and_a_share_are_read_in_one_form(written, read):
+    found = load_recipe(TINY, [f"schedule.warmup={written}"]).schedule.warmup
+    assert (found, type(found)) == (read, type(read))
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("true", "True"),
+        ("null", "None"),
+        ("[5]", "[5]"),
+        ("-1", "-1"),
+        ("0.05", "0.05; did you mean 5%?"),
+        ("0.07", "0.07; did you mean 7%?"),
+        ("0.025", "0.025; did you mean 2.5%?"),
+        ("1.5", "1.5"),
+        (".inf", "inf"),
+        (".nan", "nan"),
+        ("5 %", "'5 %'; did you mean 5%?"),
+        ("120%", "'120%'"),
+        ("100%", "'100%'"),
+        ("-5%", "'-5%'"),
+        ("5,5%", "'5,5%'"),
+        ("5%%", "'5%%'"),
+        ("some", "'some'"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line(written, found):
+    with pytest.raises(UserError) as refusal:
+        load_recipe(TINY, [f"schedule.warmup={written}"])
+    expected = "must be a count of steps such as 50, or a share of the run below 100% such as 5%, found "
+    assert str(refusal.value) == f"{TINY}: schedule.warmup: {expected}{found}"
+
+
+def test_a_count_must_be_below_the_steps_and_a_share_always_is():
+    with pytest.raises(UserError) as refusal:
+        load_recipe(TINY, ["schedule.warmup=50", "train.steps=10"])
+    assert str(refusal.value) == (
+        f"{TINY}: schedule.warmup: must be below train.steps (10), found 50; give fewer steps, or a share of the run "
+        "such as 5%"
+    )
+    for steps in (1, 2, 10):
+        load_recipe(TINY, [f"train.steps={steps}"])
+        load_recipe(TINY, [f"train.steps={steps}", "schedule.warmup=99.9%"])
+    load_recipe(TINY, ["train.steps=null", "train.epochs=1", "schedule.warmup=5%"])
+
+
+@pytest.mark.parametrize(
+    ("warmup", "num_steps", "num_warmup_steps"),
+    [
+        ("5%", 1, 0), ("5%", 2, 1), ("5%", 10, 1), ("5%", 20, 1), ("5%", 21, 2), ("5%", 700, 35), ("50%", 10, 5),
+        ("50%", 1, 0), ("99%", 2, 1), ("99.9%", 10, 9), ("7%", 100, 7), ("0.7%", 1000, 7), ("55%", 100, 55),
+        ("0%", 10, 0), (7, 700, 7), (0, 1, 0),
+    ],
+)  # fmt: skip
+def test_a_share_is_rounded_up_without_the_errors_of_floats_and_leaves_a_step(warmup, num_steps, num_warmup_steps):
+    assert Schedule(warmup=warmup).num_warmup_steps(num_steps) == num_warmup_steps
+
+
+def test_the_rates_of_short_runs():
+    assert rates(1, "5%") == rates(1, "99%") == [1.0]
+    assert rates(2, "5%") == rates(2, "99%") == [1.0, 1.0]
+    assert rates(10, "5%") == pytest.approx([1.0, *(1 - i / 9 for i in range(9))])
+    assert rates(10, "30%")[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    for num_steps in (1, 2, 3, 10, 700):
+        for warmup in ("0.1%", "5%", "50%", "99.9%"):
+            for name in ("cosine", "linear", "constant"):
+                found = rates(num_steps, warmup, name)
+                assert min(found) > 0 and max(found) == 1.0, (num_steps, warmup, name)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (10, 0), (10, 3), (700, 50), (20, 30)])
+def test_a_count_gives_the_rates_of_before_bit_for_bit(name, num_steps, warmup):
+    optim = Optim(lr=2e-3)
+    for step in range(num_steps):
+        now = learning_rate(step, num_steps, optim, Schedule(name=name, warmup=warmup))
+        assert now == rate_of_before(step, num_steps, 2e-3, warmup, name)
+
+
+def test_a_share_gives_the_rates_of_its_count():
+    assert rates(700, "5%", "cosine") == rates(700, 35, "cosine")
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "warmup", "places"),
+    [
+        (True, [], 50, ["mine.yaml"]),
+        (False, [f"{OLD}=7"], 7, ["command line"]),
+        (True, [f"{OLD}=7"], 7, ["mine.yaml", "command line"]),
+        (True, ["schedule.warmup=5%"], "5%", ["mine.yaml"]),
+        (False, [f"{OLD}=7", f"{OLD}=8"], 8, ["command line"]),
+        (False, ["schedule.warmup=7"], 7, []),
+    ],
+)
+def test_the_old_key_is_read_with_a_hint(old_recipe, in_file, overrides, warmup, places):
+    hints: list[str] = []
+    recipe = load_recipe(old_recipe if in_file else TINY, overrides, hints.append)
+    assert recipe.schedule.warmup == warmup
+    assert hints == [f"{old_recipe if place == 'mine.yaml' else place}: {IS_NOW}" for place in places]
+
+
+def test_both_keys_in_one_place_are_refused(old_recipe):
+    both = old_recipe.with_name("both.yaml")
+    both.write_text(old_recipe.read_text().replace("warmup_steps: 50", "warmup_steps: 50\n  warmup: 5%"))
+    for path, overrides in ((both, []), (TINY, [f"{OLD}=7", "schedule.warmup=7"])):
+        with pytest.raises(UserError) as refusal:
+            load_recipe(path, overrides)
+        assert str(refusal.value) == f"{path}: {OLD}: is the old name of schedule.warmup, which is given too; keep one"
+
+
+def test_an_editor_knows_both_keys_and_underlines_what_is_refused(old_recipe):
+    of_schedule = json.loads(schema.PATH.read_text())["$defs"]["Schedule"]
+    keys = of_schedule["properties"]
+    assert keys["warmup_steps"]["deprecated"] is True and "deprecated" not in keys["warmup"]
+    validator = jsonschema.Draft202012Validator(of_schedule)
+    assert validator.is_valid(yaml.safe_load(old_recipe.read_text())["schedule"])
+    for warmup, is_right in ((50, True), ("5%", True), ("2.5%", True), (0.05, False), (-1, False), ("120%", False)):
+        assert validator.is_valid({"warmup": warmup}) == is_right, warmup
+
+
+def old_manifest(recipe: Recipe, warmup_steps: int) -> dict:
+    """What the code before wrote of a recipe, into a manifest and resolved.yaml."""
+    return recipe.model_dump(mode="json") | {"schedule": {"name": recipe.schedule.name, "warmup_steps": warmup_steps}}
+
+
+def test_manifests_of_before_are_resumed_and_differences_named_by_the_new_key():
+    recipe = load_recipe(TINY, ["schedule.warmup=50"])
+    saved = old_manifest(recipe, 50)
+    assert run_folder._differences(saved, recipe) == []
+    assert saved["schedule"] == {"name": "cosine", "warmup_steps": 50}, "it is left as it was read"
+    assert run_folder._differences(saved, load_recipe(TINY, ["schedule.warmup=7%"])) == [
+        "schedule.warmup was 50 and is '7%'"
+    ]
+    assert run_folder._differences(saved, load_recipe(TINY, [f"{OLD}=49"])) == ["schedule.warmup was 50 and is 49"]
+
+
+def test_auto_takes_the_folder_of_an_unfinished_run_of_before(tmp_path):
+    recipe = load_recipe(TINY, ["schedule.warmup=50"])
+    (tmp_path / "status.json").write_text('{"outcome": "running"}')
+    for warmup, is_same in ((50, True), (49, False)):
+        (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(old_manifest(recipe, warmup), sort_keys=False))
+        assert run_folder._is_to_continue(tmp_path, recipe, is_restart=False) == is_same
+
+
+@pytest.mark.parametrize("warmup", [0, 50])
+def test_the_code_before_resumes_manifests_with_a_count(warmup):
+    recipe = load_recipe(TINY, [f"schedule.warmup={warmup}"])
+    there, here = run_folder._flat(for_manifest(recipe)), run_folder._flat(old_manifest(recipe, warmup))
+    assert there == here
+    assert set(there) == {OLD if key == "schedule.warmup" else key for key in recipe_keys()}
+    assert run_folder._differences(for_manifest(recipe), recipe) == []
+
+
+def test_manifests_with_a_share_have_the_new_key():
+    recipe = load_recipe(TINY, ["schedule.warmup=7%"])
+    assert for_manifest(recipe) == recipe.model_dump(mode="json")
+    assert run_folder._differences(for_manifest(recipe), recipe) == []
+    assert run_folder._differences(for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
+        "schedule.warmup was '7%' and is 50"
+    ]
+
+
+def test_a_run_hints_once_and_resumes_what_the_code_before_wrote(train, old_recipe, monkeypatch):
+    """On two ranks; a restart by src/launch.py does not repeat the hint."""
+    given = ("save.every=1", "train.steps=2", "run.name=x", "schedule.name=constant")
+    first = train("ddp", *given, recipe=str(old_recipe), ranks=2)
+    assert set(first.codes) == {0}, first.output
+    assert first.output.count("hint: ") == first.output.count(f"hint: {old_recipe}: {IS_NOW}") == 1
+    (manifest, *_) = sorted(first.folder.glob("checkpoints/*/manifest.json"))
+    assert '"warmup_steps": 1' in manifest.read_text() and '"warmup": ' not in manifest.read_text()
+    resolved = first.folder / "resolved.yaml"
+    assert yaml.safe_load(resolved.read_text())["schedule"] == {"name": "constant", "warmup": 1}
+
+    resolved.write_text(resolved.read_text().replace("warmup: 1", "warmup_steps: 1"))
+    monkeypatch.setenv("GEARBOX_RUN", str(first.folder))
+    more = train("ddp", *given, "train.steps=3", recipe=str(old_recipe), ranks=2)
+    assert set(more.codes) == {0}, more.output
+    assert "step-2, step 2 of 3" in more.output and "hint: " not in more.output
+    refused = train("ddp", *given, "train.steps=3", "schedule.warmup=7%", recipe=str(old_recipe), ranks=2)
+    assert "was made by another recipe: schedule.warmup was 1 and is '7%'" in refused.output
+    assert set(refused.codes) == {2}
