@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+# How the names begin that torch's, accelerate's and our own launcher set.
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
+    *("OMP_", "ACCELERATE", "FSDP_", "GEARBOX_"),
+)
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
@@ -50,3 +56,8 @@ class LaunchEnvironment:
             store_port=number("MASTER_PORT", 0),
             agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+
+
+def without_launcher() -> dict[str, str]:
+    """Return this process's environment without what a launcher gives its ranks, for a process that is not one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from gearbox import ROOT
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup
+from gearbox.launch.environment import without_launcher
 from gearbox.launch.outcome import exit_code
 from gearbox.launch.watchdog import Watchdog
 from gearbox.model import adapters, export
@@ -20,11 +20,6 @@ from gearbox.training.evaluation import SampleQuestions
 from gearbox.training.run_folder import Run
 
 NUM_SHOWN_DOCUMENTS = 5  # on the report
-# What a launcher gives its ranks; a process of its own must not inherit it.
-LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "OMP_", "TORCHELASTIC", "ACCELERATE", "FSDP_",
-    "GEARBOX_",
-)  # fmt: skip
 
 
 def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
@@ -79,10 +74,9 @@ def report(plan: Plan, questions: SampleQuestions, answers: dict[str, str], run:
 
 def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
     """Put one question to the saved model in a fresh process, without a GPU, as whoever receives it would."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
     command = [sys.executable, str(ROOT / "src" / "ask.py"), str(folder), question]
     command += ["trust_remote_code=true"] if trust_remote_code else []
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         raise RuntimeError(f"{folder} was saved but cannot be loaded back:\n{ended.stderr[-3000:]}")

@@ -1,0 +1,142 @@
+"""Guards the borders between the folders: who imports whom, who names an engine, who asks for its rank."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from gearbox import ROOT
+
+# A folder may import those before it, never one after it. Files directly in gearbox/ are below all, and import none.
+LAYERS = ("config", "launch", "data", "checkpoint", "distributed", "model", "reporting", "training")
+BESIDE = {"doctor": {"config", "launch"}}
+PACKAGE = ROOT / "src" / "gearbox"
+MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
+LIGHT = ("", "config", "launch")  # what reports mistakes, within half a second
+ENGINES = {"accelerate", "deepspeed", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel", "zero"}
+# Outside distributed/, and why.
+ENGINES_ELSEWHERE = {
+    ("launch/supervisor.py", "accelerate"): "the launcher that it starts",
+    ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
+}
+RANKS = {"is_main_process", "process_index", "local_process_index", "num_processes", "get_rank", "get_world_size"}
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder of a module, empty for those directly in gearbox/."""
+    return path.parts[0] if len(path.parts) > 1 else ""
+
+
+def in_use(tree: ast.AST) -> list[ast.AST]:
+    """Return all nodes but those of `if TYPE_CHECKING:`."""
+    nodes, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += ast.iter_child_nodes(node)
+    return nodes
+
+
+def imported(nodes: list[ast.AST]) -> set[str]:
+    """Full dotted names: `from gearbox.data import sources` is gearbox.data.sources."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            assert node.level == 0, "imports are absolute, so that this test can read them"
+    return found
+
+
+def module_of(name: str) -> Path | None:
+    """Return the module of ours that an imported name is, or is in."""
+    parts = name.split(".")[1:] if name.startswith("gearbox.") else []
+    for length in (len(parts), len(parts) - 1):
+        if length > 0 and (path := Path(*parts[:length]).with_suffix(".py")) in MODULES:
+            return path
+    return None
+
+
+def identifiers(nodes: list[ast.AST]) -> set[str]:
+    """Names, attributes, parameters and the parts of imported names; not strings and comments."""
+    found = {part for name in imported(nodes) for part in name.split(".")}
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return found
+
+
+def test_every_module_is_in_a_layer():
+    assert len(MODULES) >= 80
+    assert {folder_of(path) for path in MODULES} == {"", *LAYERS, *BESIDE}
+
+
+def test_imports_run_downwards():
+    wrong = []
+    for path, tree in MODULES.items():
+        folder = folder_of(path)
+        below = BESIDE.get(folder) or ({*LAYERS[: LAYERS.index(folder)]} if folder else set())
+        for name in imported([*ast.walk(tree)]):
+            target = module_of(name)
+            if target is not None and folder_of(target) not in {"", folder, *below}:
+                wrong.append(f"{path} imports {name}")
+            if target is not None and not folder and target.name != "__init__.py":
+                wrong.append(f"{path} is a leaf and imports {name}")
+    assert wrong == []
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph = {
+        path: {target for name in imported(in_use(tree)) if (target := module_of(name)) not in (None, path)}
+        for path, tree in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError with the modules in it
+    assert sum(map(len, graph.values())) > 200
+
+
+def test_what_reports_mistakes_imports_nothing_heavy():
+    light = {path: tree for path, tree in MODULES.items() if folder_of(path) in LIGHT}
+    assert len(light) >= 18
+    assert {
+        path: heavy
+        for path, tree in light.items()
+        if (heavy := {n.split(".")[0] for n in imported(in_use(tree))} & HEAVY)
+    } == {}
+
+
+@pytest.mark.parametrize("names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear"])
+def test_files_are_checked_without_torch(names):
+    code = f"import sys, {names}; print({{*sys.argv}} & {{*sys.modules}})"
+    command = [sys.executable, "-c", code, *HEAVY]
+    ended = subprocess.run(command, cwd=ROOT / "src", capture_output=True, text=True, check=True)
+    assert ended.stdout == "set()\n"
+
+
+def test_engines_are_named_in_one_folder():
+    found = {(str(path), name) for path, tree in MODULES.items() for name in identifiers(in_use(tree)) & ENGINES}
+    elsewhere = {pair for pair in found if not pair[0].startswith("distributed/") and pair[0] != "config/gear.py"}
+    assert elsewhere == set(ENGINES_ELSEWHERE)
+    assert ("distributed/engine.py", "accelerate") in found, "a renamed module would empty this test"
+
+
+@pytest.mark.parametrize("folder", ["data", "model"])
+def test_data_and_model_do_not_ask_which_process_they_are(folder):
+    parts = {path: tree for path, tree in MODULES.items() if folder_of(path) == folder}
+    assert len(parts) >= 5
+    for path, tree in parts.items():
+        nodes = in_use(tree)
+        assert identifiers(nodes) & RANKS == set(), path
+        assert not any(name.startswith("torch.distributed") for name in imported(nodes)), path
+    assert identifiers(in_use(MODULES[Path("distributed/process_group.py")])) & RANKS, "a renamed one would empty this"
