@@ -7,7 +7,7 @@ from gearbox.data.packing import Chunks
 
 
 class Made:
-    """What `data.Rows` reads, out of lists."""
+    """A corpus out of lists, as far as `PackedRows` needs one."""
 
     def __init__(self, tokens: list[list[int]], supervised: list[list[int]]) -> None:
         self._tokens = [np.array(ids, np.int32) for ids in tokens]
@@ -22,14 +22,14 @@ class Made:
     def tokens(self, document: int) -> np.ndarray:
         return self._tokens[document]
 
-    def supervised(self, document: int) -> np.ndarray:
+    def loss_mask(self, document: int) -> np.ndarray:
         return self._supervised[document]
 
-    def pieces(self) -> Chunks:
+    def chunks(self) -> Chunks:
         return Chunks(np.arange(len(self)), np.zeros(len(self), np.int64), self.lengths, self.targets)
 
     def rows(self, row_tokens: int, pad_token: int = 0, packing: bool = True, group=None) -> PackedRows:
-        return PackedRows(self, self.pieces(), row_tokens, pad_token, packing, group)
+        return PackedRows(self, self.chunks(), row_tokens, pad_token, packing, group)
 
 
 def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7, vocabulary: int = 90) -> Made:

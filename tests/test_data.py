@@ -34,7 +34,7 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens):
 
 @given(LENGTHS)
 def test_packing_is_best_fit_longest_first(lengths):
-    """Against the definition: each piece goes to the fullest row that has room for it, and opens one if none has."""
+    """Against the definition: each chunk goes to the fullest row that has room for it, and opens one if none has."""
     filled: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [used for used in filled if used + length <= 40]
@@ -57,18 +57,18 @@ def test_rows_of_a_long_tailed_set_are_full(seed, row_tokens):
 @given(LENGTHS, st.integers(8, 40), st.sampled_from(["truncate", "split", "drop"]))
 def test_cutting_loses_and_doubles_nothing(lengths, row_tokens, long):
     made = random_documents(lengths)
-    pieces = chunk_documents(made, row_tokens, [long])
-    assert pieces.length.max(initial=0) <= row_tokens
+    chunks = chunk_documents(made, row_tokens, [long])
+    assert chunks.length.max(initial=0) <= row_tokens
     found = {}
-    for document, start, length, targets in zip(*vars(pieces).values(), strict=True):
+    for document, start, length, targets in zip(*vars(chunks).values(), strict=True):
         assert start == len(found.setdefault(document, []))
         found[document] += made.tokens(document)[start : start + length].tolist()
         assert targets == made.loss_mask(document)[start + 1 : start + length].sum()
     for document, length in enumerate(lengths):
         kept = {"truncate": row_tokens, "split": length, "drop": length if length <= row_tokens else 0}[long]
         assert found.get(document, []) == made.tokens(document)[:kept].tolist()
-    assert list(zip(pieces.document, pieces.start, strict=True)) == sorted(
-        zip(pieces.document, pieces.start, strict=True)
+    assert list(zip(chunks.document, chunks.start, strict=True)) == sorted(
+        zip(chunks.document, chunks.start, strict=True)
     )
 
 

@@ -390,6 +390,6 @@ def test_real_files(make, name, file):
         assert np.isin(outcome.loss_mask, [0, 1]).all()
 
 
-def test_common_is_the_longest_common_beginning():
+def test_the_common_prefix_is_the_longest():
     pairs = {("", "a"): 0, ("abc", "abd"): 2, ("ab", "abc"): 2, ("x", "y"): 0, ("é", "é"): 1}
-    assert {pair: loss_mask._common(*pair) for pair in pairs} == pairs
+    assert {pair: loss_mask._common_prefix(*pair) for pair in pairs} == pairs

@@ -1,16 +1,22 @@
 """The data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
 
-`python src/gearbox/data/builtin_tasks.py` writes the tokenizer's files beside recipes/tiny/config.json; a test holds them equal.
+`python src/gearbox/data/builtin_tasks.py` writes the tokenizer's files next to recipes/tiny/config.json; a test checks
+that they are equal.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gearbox.data.sources import JSON
 
 NUM_DOCUMENTS = 20_000
 LETTERS = "abcdefghij"  # with 8 heads of rotary base 100: 26 letters, or base 10,000, do not arrive in 3 minutes
-TASKS = {
+TASKS: dict[str, Callable[[str], str]] = {
     "first": lambda letters: letters[0],
     "last": lambda letters: letters[-1],
     "copy": lambda letters: letters,
@@ -24,10 +30,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict]:
-    """Chats such as `sort dbca` -> `abcd`, the same ones on every machine."""
+def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict[str, JSON]]:
+    """Return chats such as `sort dbca` -> `abcd`, the same ones on every machine."""
     draw = random.Random(0)
-    chats = []
+    chats: list[dict[str, JSON]] = []
     for _ in range(num_documents):
         task = draw.choice(list(TASKS))
         letters = "".join(draw.sample(LETTERS, draw.randint(3, 5)))
@@ -43,7 +49,7 @@ def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer without merges: 256 bytes and four special tokens, so that it can read any text."""
+    """Write a byte-level tokenizer without merges: 256 bytes and four special tokens, so that it can read any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""All documents of a recipe as tokens: made once, kept in an Arrow file, mapped into memory by every rank.
+"""The documents of a data.path as tokens, in an Arrow file that every rank maps into memory.
 
-The folder's name is a hash of all that the tokens depend on: the content of the sources, how they are read, the
-tokenizer and the versions. It lies in the cache of `datasets` (HF_DATASETS_CACHE).
+The file is made once and kept in the cache of `datasets` (HF_DATASETS_CACHE). The name of its folder is a hash of all
+that the tokens depend on: the content of the sources, how they are read, the tokenizer and the versions.
 """
 
 from __future__ import annotations
@@ -9,28 +9,37 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from gearbox.config.recipe import FORMS, Data, Recipe
-from gearbox.data import loss_mask, row_formats, sources
+from gearbox.data import loss_mask, row_formats, sources, tokenization
 from gearbox.data.sources import Origin
-from gearbox.data.tokenize import OriginSummary, Question, build_corpus
+from gearbox.data.tokenization import BadRecord, OriginSummary, Question
 from gearbox.errors import UserError
 
-# Until another rank sees to it; by then the builder holds the lock, unless it has read other data.
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerFast
+
+# Until another rank builds the file itself; by then the builder holds the lock, unless it has read other data.
 BUILDER_FIRST_SECONDS = 60
+# Whose source text is part of the folder's name. The built-in tasks are not among them: they are content of a source.
+MODULES = (row_formats, sources, loss_mask, tokenization)
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class MappedCorpus:
-    """The documents in order of their sources; [n] arrays, one entry a document."""
+    """A `Corpus` (data/packing.py) whose tokens are read from the file as they are asked for."""
 
     def __init__(self, folder: Path, origins: list[Origin]) -> None:
         import datasets
@@ -38,55 +47,61 @@ class MappedCorpus:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         self.origins = origins
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
-        self.bad: list[tuple[int, int, str]] = [tuple(entry) for entry in about["bad"]]
-        """Origin, number and reason of each record that could not be used, in order."""
-        self.key = folder.name
-        """The same for the same documents."""
+        self.bad = [BadRecord(*entry) for entry in about["bad"]]
         self.samples = [Question(**sample) for sample in about["samples"]]
+        self.digest: str = about["digest"]
+        self.key = folder.name
+        """Hash of all that the documents depend on. It changes with the code that makes them; `digest` does not."""
         table = datasets.Dataset.from_file(str(folder / "documents.arrow")).data
-        self.origin, self.number, self.targets, self.hashes, self.lengths = (
-            table.column(name).to_numpy() for name in ("origin", "number", "targets", "hash", "length")
-        )
-        self.source = np.array([summary.source for summary in self.summaries])[self.origin]
-        self._tokens, self._supervised = (_Mapped(table.column(name)) for name in ("input_ids", "supervised"))
+        self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
+        self.targets: NDArray[np.int32] = table.column("targets").to_numpy()
+        self.hashes: NDArray[np.uint64] = table.column("hash").to_numpy()
+        self.origin: NDArray[np.int32] = table.column("origin").to_numpy()
+        self.number: NDArray[np.int64] = table.column("number").to_numpy()
+        self.source: NDArray[np.int64] = np.array([summary.source for summary in self.summaries])[self.origin]
+        self._tokens: _ListColumn[np.int32] = _ListColumn(table.column("input_ids"))
+        self._loss_masks: _ListColumn[np.int8] = _ListColumn(table.column("supervised"))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def tokens(self, document: int) -> np.ndarray:
-        """Token ids, [n] int32."""
+    def tokens(self, document: int) -> NDArray[np.int32]:
+        """Return the token ids, [n]."""
         return self._tokens[document]
 
-    def loss_mask(self, document: int) -> np.ndarray:
-        """1 where the token is one to predict, [n] int8."""
-        return self._supervised[document]
+    def loss_mask(self, document: int) -> NDArray[np.int8]:
+        """Return 1 for each token to predict, else 0, [n]."""
+        return self._loss_masks[document]
 
     def location(self, document: int) -> str:
-        """Where the document was read: file:line."""
-        return self.origins[self.origin[document]].location(int(self.number[document]))
+        """Return where the document was read: file:line."""
+        return self.origins[int(self.origin[document])].location(int(self.number[document]))
 
 
-class _Mapped:
-    """A column of lists, read from the file as it is asked for: no copy, no conversion."""
+class _ListColumn(Generic[Number]):
+    """A column of lists, mapped: nothing is copied or converted."""
 
-    def __init__(self, column: Any) -> None:
+    def __init__(self, column: pyarrow.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.values = [chunk.values.to_numpy() for chunk in chunks]
-        self.offsets = [chunk.offsets.to_numpy() for chunk in chunks]
-        self.firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
+        self.values: list[NDArray[Number]] = [chunk.values.to_numpy() for chunk in chunks]
+        self.offsets: list[NDArray[np.int32]] = [chunk.offsets.to_numpy() for chunk in chunks]
+        self.firsts: list[int] = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> NDArray[Number]:
         chunk = bisect_right(self.firsts, index) - 1
-        offsets, at = self.offsets[chunk], index - self.firsts[chunk]
-        return self.values[chunk][offsets[at] : offsets[at + 1]]
+        offsets, row = self.offsets[chunk], index - self.firsts[chunk]
+        return self.values[chunk][offsets[row] : offsets[row + 1]]
 
 
 def load_corpora(
-    recipe: Recipe, tokenizer: Any, is_builder: bool = True, tell: Callable[[str], None] = print
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    is_builder: bool = True,
+    tell: Callable[[str], None] = print,
 ) -> tuple[MappedCorpus, MappedCorpus | None]:
-    """The documents of data.path and those of eval.path, if it is given.
+    """Return the documents of data.path, and those of eval.path if it is given.
 
-    They come from the cache, or are made now by the builder, and others wait for that. Raises UserError for data that
+    They come from the cache, or the builder makes them now and others wait for that. Raises UserError for data that
     cannot be used; then nothing is kept.
     """
     corpus = load_or_build(recipe.data, tokenizer, is_builder, tell)
@@ -96,16 +111,18 @@ def load_corpora(
     return corpus, load_or_build(evaluated, tokenizer, is_builder, tell)
 
 
-def load_or_build(data: Data, tokenizer: Any, is_builder: bool, tell: Callable[[str], None]) -> MappedCorpus:
-    """One of the two."""
+def load_or_build(
+    data: Data, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
+) -> MappedCorpus:
+    """Return the documents of one data.path; see load_corpora."""
     import datasets
     from filelock import FileLock, Timeout
 
-    encoder = loss_mask.ChatTokenizer(tokenizer, data.supervise)
+    chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise)
     try:
-        found = sources.find(data.sources)
-        stamps = [origin.stamp() for origin in found]
-        key = _key(found, data, tokenizer)
+        origins = sources.find(data.sources)
+        stamps = [origin.stamp() for origin in origins]
+        key = _cache_key(origins, data, tokenizer)
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "gearbox" / key
@@ -121,27 +138,24 @@ def load_or_build(data: Data, tokenizer: Any, is_builder: bool, tell: Callable[[
             try:
                 with FileLock(f"{folder}.lock", timeout=1):
                     if not folder.exists():
-                        build_corpus(folder, found, stamps, data, encoder, tell)
+                        tokenization.build_corpus(folder, origins, stamps, data, chat_tokenizer, tell)
             except Timeout:
-                pass  # another one is at it
+                pass  # another process is building it
     except OSError as error:
         raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
-    return MappedCorpus(folder, found)
+    return MappedCorpus(folder, origins)
 
 
-def _key(found: list[Origin], data: Data, tokenizer: Any) -> str:
-    """Of all that the documents depend on; what rows and splits are made of them is not among it."""
-    import xxhash
-
-    modules = (row_formats, sources, loss_mask, sys.modules[__name__])
-    parts = [
+def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a hash of all that the documents depend on, but not of what splits and rows depend on."""
+    dependencies = [
         FORMS,
-        *((origin.source, origin.fields, origin.content()) for origin in found),
+        *((origin.source, origin.fields, origin.content()) for origin in origins),
         data.model_dump(include={"form", "roles", "supervise", "text_unit", "on_bad_row"}),
         xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
-        [Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules],
+        [Path(str(module.__file__)).read_text(encoding="utf-8") for module in MODULES],
         [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets")],
     ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,93 +1,137 @@
-"""Documents cut into chunks that fit a row, and chunks packed into rows."""
+"""Documents divided into chunks that fit a row, and chunks packed into rows.
+
+A document is one record of the data. A chunk is what one row holds of it: all of it, unless it is longer than a row.
+"""
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from gearbox.data.sources import Origin
+    from gearbox.data.tokenization import BadRecord, OriginSummary, Question
 
 
 class Corpus(Protocol):
-    """What rows are made of: token ids [n] int32, flags of supervision [n] int8 and file:line, by number."""
+    """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
 
-    def tokens(self, document: int) -> np.ndarray: ...
+    lengths: NDArray[np.int32]
+    """Tokens of the document."""
+    targets: NDArray[np.int32]
+    """Tokens to predict. The first token is never one: nothing comes before it."""
+    hashes: NDArray[np.uint64]
+    """Hash of the token ids."""
+    origin: NDArray[np.int32]
+    """Index into `origins`."""
+    number: NDArray[np.int64]
+    """Number of the record in its origin."""
+    source: NDArray[np.int64]
+    """Index of the entry of data.path."""
+    origins: list[Origin]
+    summaries: list[OriginSummary]
+    """One for each origin."""
+    bad: list[BadRecord]
+    """The records that could not be used, in order."""
+    samples: list[Question]
+    """Questions to put to the model, of the documents that any split holds out first."""
+    digest: str
+    """Hash of what is trained: token ids, loss masks and lengths of all documents, in order."""
 
-    def loss_mask(self, document: int) -> np.ndarray: ...
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        ...
 
-    def location(self, document: int) -> str: ...
+    def tokens(self, document: int) -> NDArray[np.int32]:
+        """Return the token ids, [n]."""
+        ...
+
+    def loss_mask(self, document: int) -> NDArray[np.int8]:
+        """Return 1 for each token to predict, else 0, [n]."""
+        ...
+
+    def location(self, document: int) -> str:
+        """Return where the document was read: file:line."""
+        ...
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """[n] arrays, one entry a piece, in order of the documents."""
+    """[n] arrays with one entry per chunk, in order of the documents."""
 
-    document: np.ndarray
-    start: np.ndarray
-    """First token of the piece in its document."""
-    length: np.ndarray
-    targets: np.ndarray
-    """Supervised tokens but for the piece's first one, which has nothing before it."""
+    document: NDArray[np.int64]
+    start: NDArray[np.int64]
+    """First token of the chunk in its document."""
+    length: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """Tokens to predict, without the chunk's first token: nothing comes before it."""
 
     def __len__(self) -> int:
         return len(self.document)
 
-    def where(self, chosen: np.ndarray) -> Chunks:
+    def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Chunks:
+        """Return the chunks that a mask or a list of indices chooses."""
         return Chunks(self.document[chosen], self.start[chosen], self.length[chosen], self.targets[chosen])
 
-    def ends(self, num_documents: int) -> np.ndarray:
-        """How many tokens of each document, from its first one, these pieces reach; [num_documents], 0 for none."""
+    def ends(self, num_documents: int) -> NDArray[np.int64]:
+        """Return how many leading tokens of each document these chunks cover, [num_documents]; 0 for none."""
         ends = np.zeros(num_documents, np.int64)
         np.maximum.at(ends, self.document, self.start + self.length)
         return ends
 
 
-def chunk_documents(corpus: Any, row_tokens: int, long: list[str]) -> Chunks:
-    """The pieces of all documents; `long` says for each origin what becomes of a document longer than a row."""
-    whole = corpus.lengths <= row_tokens
-    found = [
-        (int(i), start) for i in np.flatnonzero(~whole) for start in _chunk_starts(corpus, int(i), row_tokens, long)
+def chunk_documents(corpus: Corpus, row_tokens: int, policies: list[str]) -> Chunks:
+    """Return the chunks of all documents.
+
+    `policies` has for each origin what happens to a document longer than a row: truncate, split or drop.
+    """
+    fits = corpus.lengths <= row_tokens
+    long_chunks = [
+        (int(i), start) for i in np.flatnonzero(~fits) for start in _chunk_starts(corpus, int(i), row_tokens, policies)
     ]
-    document = np.concatenate([np.flatnonzero(whole), np.array([i for i, _ in found], np.int64)])
-    start = np.concatenate([np.zeros(whole.sum(), np.int64), np.array([start for _, start in found], np.int64)])
-    targets = [int(corpus.loss_mask(i)[start + 1 : start + row_tokens].sum()) for i, start in found]
-    pieces = Chunks(
+    long_targets = [int(corpus.loss_mask(i)[start + 1 : start + row_tokens].sum()) for i, start in long_chunks]
+    document = np.concatenate([np.flatnonzero(fits), np.array([i for i, _ in long_chunks], np.int64)])
+    start = np.concatenate([np.zeros(fits.sum(), np.int64), np.array([start for _, start in long_chunks], np.int64)])
+    chunks = Chunks(
         document,
         start,
         np.minimum(corpus.lengths[document] - start, row_tokens),
-        np.concatenate([corpus.targets[whole], np.array(targets, np.int64)]),
+        np.concatenate([corpus.targets[fits], np.array(long_targets, np.int64)]),
     )
-    return pieces.where(np.lexsort((start, document)))
+    return chunks.where(np.lexsort((start, document)))
 
 
-def _chunk_starts(corpus: Any, document: int, row_tokens: int, long: list[str]) -> range:
-    policy = long[corpus.origin[document]]
+def _chunk_starts(corpus: Corpus, document: int, row_tokens: int, policies: list[str]) -> range:
+    policy = policies[corpus.origin[document]]
     stop = {"drop": 0, "truncate": 1, "split": int(corpus.lengths[document])}[policy]
     return range(0, stop, row_tokens)
 
 
-def pack(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit, longest first: each piece in exactly one row, whole.
+def pack(lengths: NDArray[np.int64], row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Put each chunk, undivided, into exactly one row: best fit, longest first.
 
-    Returns the pieces in order of the rows, and where each row begins in that order, [num_rows + 1].
+    Returns the chunks in order of the rows, and where each row begins in that order, [num_rows + 1].
     """
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     open_rows: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # by the room that is left
     rooms: list[int] = []  # that some open row has left, sorted
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[piece])
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
+    for chunk in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[chunk])
+        tightest = bisect.bisect_left(rooms, length)
+        if tightest == len(rooms):
             room, row = row_tokens, num_rows
             num_rows += 1
         else:
-            room = rooms[at]
+            room = rooms[tightest]
             row = open_rows[room].pop()
             if not open_rows[room]:
-                rooms.pop(at)
-        row_of[piece] = row
+                rooms.pop(tightest)
+        row_of[chunk] = row
         if room > length:
             if not open_rows[room - length]:
                 bisect.insort(rooms, room - length)

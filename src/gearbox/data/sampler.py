@@ -1,24 +1,23 @@
-"""Which rows belong to step s: a pure function of (data, seed, s)."""
+"""Which rows belong to step s: a pure function of (rows, seed, s), so that resuming replays nothing."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from gearbox.config.recipe import Recipe
 from gearbox.data.batches import PackedRows
 from gearbox.errors import UserError
 
-GROUP_STEPS = 50  # steps within which rows of one document each are sorted by length
+WINDOW_STEPS = 50  # steps within which rows of one document each are sorted by length
 SLOTS = 1000  # the shares of weighted sources are kept to within one row of so many
 
 
 class Sampler:
-    """Which rows belong to step s, read position by position.
+    """Chooses the rows of a step, position by position.
 
     Each group of rows (one, unless sources have weights) has its own epochs, an epoch being a permutation drawn from
-    (seed, epoch); `shares` deals the positions out to the groups, evenly all along. With `lengths` of the rows, rows
+    (seed, epoch). `shares` deals the positions out to the groups, evenly throughout. With `lengths` of the rows, rows
     of similar length come in the same step.
     """
 
@@ -28,57 +27,66 @@ class Sampler:
         rows_per_step: int,
         seed: int,
         shares: list[float] | None = None,
-        lengths: np.ndarray | None = None,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self.rows_per_step, self.seed, self.lengths = rows_per_step, seed, lengths
-        self.group_sizes, self.group_firsts = group_sizes, np.cumsum([0, *group_sizes]).tolist()
-        self.slots = _slots(shares or [1.0] * len(group_sizes))
-        self.turns = [int((self.slots[:i] == group).sum()) for i, group in enumerate(self.slots)]
-        self.counts = np.bincount(self.slots, minlength=len(group_sizes))
-        self._epochs: dict[int, tuple[int, np.ndarray]] = {}
+        self.group_sizes = group_sizes
+        self.group_firsts: list[int] = np.cumsum([0, *group_sizes]).tolist()
+        self._slots: list[int] = _deal_slots(shares or [1.0] * len(group_sizes)).tolist()
+        """The group of each position of a cycle."""
+        self._earlier = [self._slots[:slot].count(group) for slot, group in enumerate(self._slots)]
+        """For each position of a cycle, how many positions before it have the same group."""
+        self._per_cycle = [self._slots.count(group) for group in range(len(group_sizes))]
+        """Positions of each group in a cycle."""
+        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        """The epoch that each group is in, and its permutation."""
 
     def row(self, position: int) -> int:
-        cycle, slot = divmod(position, len(self.slots))
-        group = int(self.slots[slot])
-        epoch, offset = divmod(cycle * int(self.counts[group]) + self.turns[slot], self.group_sizes[group])
+        """Return the row at a position, counted from the first row of the first step."""
+        cycle, slot = divmod(position, len(self._slots))
+        group = self._slots[slot]
+        epoch, offset = divmod(cycle * self._per_cycle[group] + self._earlier[slot], self.group_sizes[group])
         return self.group_firsts[group] + int(self._permutation(group, epoch)[offset])
 
-    def _permutation(self, group: int, epoch: int) -> np.ndarray:
-        if self._epochs.get(group, (-1,))[0] != epoch:
-            draw = np.random.default_rng([self.seed, epoch, group] if group else [self.seed, epoch])
-            order = draw.permutation(self.group_sizes[group])
-            if self.lengths is not None:
-                order = self._by_length(order, self.lengths[self.group_firsts[group] :], draw)
-            self._epochs[group] = (epoch, order)
-        return self._epochs[group][1]
-
-    def _by_length(self, order: np.ndarray, lengths: np.ndarray, draw: Any) -> np.ndarray:
-        """Sorted within some steps' worth of rows, and those steps shuffled again."""
-        window = GROUP_STEPS * self.rows_per_step
-        steps = []
-        for first in range(0, len(order), window):
-            rows = order[first : first + window]
-            rows = rows[np.argsort(lengths[rows], kind="stable")]
-            cuts = [rows[i : i + self.rows_per_step] for i in range(0, len(rows), self.rows_per_step)]
-            whole = [cut for cut in cuts if len(cut) == self.rows_per_step]
-            steps += [whole[i] for i in draw.permutation(len(whole))] + cuts[len(whole) :]
-        return np.concatenate(steps) if steps else order
-
     def step(self, step: int) -> list[int]:
+        """Return the rows of a step, in order."""
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
+    def _permutation(self, group: int, epoch: int) -> NDArray[np.int64]:
+        if self._epochs.get(group, (-1,))[0] != epoch:
+            random = np.random.default_rng([self.seed, epoch, group] if group else [self.seed, epoch])
+            order = random.permutation(self.group_sizes[group])
+            if self.lengths is not None:
+                order = self._sort_by_length(order, self.lengths[self.group_firsts[group] :], random)
+            self._epochs[group] = (epoch, order)
+        return self._epochs[group][1]
+
+    def _sort_by_length(
+        self, order: NDArray[np.int64], lengths: NDArray[np.int64], random: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Sort by length within each window of steps, then shuffle the steps of the window."""
+        window = WINDOW_STEPS * self.rows_per_step
+        ordered: list[NDArray[np.int64]] = []
+        for first in range(0, len(order), window):
+            rows = order[first : first + window]
+            rows = rows[np.argsort(lengths[rows], kind="stable")]
+            steps = [rows[i : i + self.rows_per_step] for i in range(0, len(rows), self.rows_per_step)]
+            full = [step for step in steps if len(step) == self.rows_per_step]
+            ordered += [full[i] for i in random.permutation(len(full))] + steps[len(full) :]
+        return np.concatenate(ordered) if ordered else order
+
 
 def make_sampler(recipe: Recipe, rows: PackedRows) -> Sampler:
-    """The order of a recipe's rows."""
+    """Return the sampler of a recipe's training rows. Raises UserError for weights that leave a source no rows."""
     weights = [source.weight for source in recipe.data.sources]
     shares = [weight for weight in weights if weight is not None] or None
     lengths = None if rows.packing else rows.num_tokens
     return Sampler(rows.group_sizes, recipe.batch.rows, recipe.train.seed, shares, lengths)
 
 
-def _slots(shares: list[float]) -> np.ndarray:
-    """The group of each position of a cycle: every group as often as its share says, spread evenly."""
+def _deal_slots(shares: list[float]) -> NDArray[np.int64]:
+    """Return the group of each position of a cycle: each group as often as its share says, spread evenly."""
     if len(shares) == 1:
         return np.zeros(1, np.int64)
     exact = np.array(shares) / sum(shares) * SLOTS
@@ -87,5 +95,5 @@ def _slots(shares: list[float]) -> np.ndarray:
         counts[group] += 1
     if not counts.all():
         raise UserError(f"data.path: the weights {shares} leave a source less than one row in {SLOTS:,}")
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    return np.repeat(np.arange(len(shares)), counts)[np.argsort(places, kind="stable")]
+    positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return np.repeat(np.arange(len(shares)), counts)[np.argsort(positions, kind="stable")]

@@ -1,7 +1,7 @@
-"""From data.path to records: which files it means, what identifies their content, and each record with its place.
+"""From data.path to records: which files it means, what identifies their content, and each record with its location.
 
-Records are read one at a time, so that no file need fit into memory. What cannot be read is a `Bad` with its reason
-where reading can go on behind it, and a UserError where it cannot.
+Records are read one at a time, so that no file need fit into memory. A record that cannot be read is a `Bad` with its
+reason where reading can continue behind it; where it cannot, reading raises a UserError.
 """
 
 from __future__ import annotations
@@ -9,32 +9,42 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
+
+import xxhash
 
 from gearbox.config.loader import matches
 from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES, Source
 from gearbox.errors import UserError
 
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
 READ_BYTES = 2**20
 ARROW_ROWS = 64  # that are Python objects at once
 PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow")
 FORMATS = "one of " + " ".join(LOCAL_ENDINGS)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
 
 class Bad(NamedTuple):
-    """Stands in for a value that cannot be read."""
+    """Stands for a value that cannot be read."""
 
     reason: str
 
 
 class Record(NamedTuple):
+    """What was read at one location."""
+
     number: int
     """Line, or row where there are no lines; from 1."""
-    value: Any
-    """A mapping (or another JSON value), bytes that hold JSON, or Bad."""
+    value: JSON | bytes | Bad
+    """Bytes hold JSON that is not parsed yet."""
     num_bytes: int
     """About how much was read for it."""
 
@@ -44,34 +54,33 @@ class Origin:
     """A file, a dataset, or the built-in data."""
 
     name: str
-    """As messages name it."""
+    """Its name in messages."""
     files: tuple[Path, ...]
-    """Whose bytes are its content."""
+    """Their bytes are its content."""
     split: str = ""
-    """Of a dataset."""
-    dataset: Any = None
-    """A `datasets.Dataset`, mapped from its files, or None."""
+    """Split and number of rows of a dataset."""
+    dataset: datasets.Dataset | None = None
+    """Mapped from its files."""
     source: int = 0
-    """Which entry of data.path it belongs to."""
+    """Index of the entry of data.path that it belongs to."""
     fields: dict[str, str | None] = field(default_factory=dict)
     """data.fields of that entry."""
 
     @property
     def kind(self) -> str:
+        """`dataset`, or the ending of the file: jsonl, json, csv, txt, parquet, py."""
         return "dataset" if self.dataset is not None else self.files[0].suffix.lstrip(".").lower()
 
     def location(self, number: int) -> str:
-        """How a message points at a record: file:line, or file, row n where there are no lines."""
+        """Return file:line of a record, or `file, row n` where there are no lines."""
         return f"{self.name}:{number}" if self.kind in ("jsonl", "json", "csv", "txt") else f"{self.name}, row {number}"
 
     def stamp(self) -> list[tuple[int, int, int]]:
-        """Changes whenever a file is written to or replaced."""
+        """Return size, time and inode of each file, which change when it is written to or replaced."""
         return [(s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in self.files)]
 
     def content(self) -> str:
-        """A hash of the bytes; for a dataset also of which of its rows these are."""
-        import xxhash
-
+        """Return a hash of the bytes; for a dataset also of which of its rows these are."""
         digest = xxhash.xxh3_128(f"{self.kind} {self.split}".encode())
         for file in self.files:
             with file.open("rb") as stream:
@@ -80,16 +89,15 @@ class Origin:
         return digest.hexdigest()
 
     def records(self, text_unit: str) -> Iterator[Record]:
-        """One after the other, in order. Raises UserError where reading cannot go on."""
+        """Yield the records in order. Raises UserError where reading cannot continue."""
         try:
-            if self.kind == "dataset":
+            if self.dataset is not None:
                 yield from _from_arrow(table for table in self.dataset.with_format("arrow").iter(ARROW_ROWS))
             elif self.kind == "py":
                 from gearbox.data import builtin_tasks  # the built-in data is data too
 
-                yield from (
-                    Record(number, document, 100) for number, document in enumerate(builtin_tasks.documents(), 1)
-                )
+                for number, document in enumerate(builtin_tasks.documents(), 1):
+                    yield Record(number, document, 100)
             elif self.kind == "parquet":
                 yield from _parquet(self.files[0])
             else:
@@ -103,48 +111,49 @@ class Origin:
             return _csv(self)
         if self.kind == "txt":
             return _text(stream, text_unit)
-        if self.kind == "json" and stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        if self.kind == "json" and stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
             return _json_array(self)
         stream.seek(0)
-        lines = (line for line in _lines(stream) if isinstance(line.value, Bad) or line.value.strip())
-        return _no_object_over_lines(lines) if self.kind == "json" else lines
+        lines = (line for line in _lines(stream) if not _is_blank(line))
+        return _refuse_object_over_lines(lines) if self.kind == "json" else lines
 
 
 def find(sources: list[Source]) -> list[Origin]:
-    """Every file and dataset that data.path means, in order. Raises UserError where there is none."""
-    found: list[Origin] = []
+    """Return every file and dataset that data.path means, in order. Raises UserError for an entry without any."""
+    origins: list[Origin] = []
     known: set[tuple[object, ...]] = set()
     for number, source in enumerate(sources):
         if source.path == BUILTIN_TASKS:
-            origins = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("builtin_tasks.py"),))]
+            of_source = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("builtin_tasks.py"),))]
         elif paths := matches(source.path):
-            origins = [origin for path in paths for origin in _at(path, source)]
+            of_source = [origin for path in paths for origin in _origins_at(path, source)]
         else:
-            origins = [_of_hub(source)]
-        if not origins:
+            of_source = [_hub_origin(source)]
+        if not of_source:
             raise UserError(f"data.path: {source.path!r} holds no data; a file must end in {FORMATS}")
-        for origin in origins:
-            read = (number, *(file.resolve() for file in origin.files))
-            if read not in known:  # a glob may find a file and its folder
-                known.add(read)
-                found.append(replace(origin, source=number, fields=source.fields or {}))
-    return found
+        for origin in of_source:
+            identity = (number, *(file.resolve() for file in origin.files))
+            if identity not in known:  # a glob may find a file and its folder
+                known.add(identity)
+                origins.append(replace(origin, source=number, fields=source.fields or {}))
+    return origins
 
 
-def _at(path: Path, source: Source) -> list[Origin]:
+def _origins_at(path: Path, source: Source) -> list[Origin]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return [_saved(path, source)]
+        return [_saved_origin(path, source)]
     if path.is_dir():
-        return [Origin(str(file), (file,)) for file in _below(path)]
+        return [Origin(str(file), (file,)) for file in _data_files(path)]
     if path.suffix.lower() not in LOCAL_ENDINGS:
         raise UserError(f"data.path: {path}: the file must end in {FORMATS}")
     return [Origin(str(path), (path,))]
 
 
-def _below(folder: Path) -> list[Path]:
-    """The data files of a folder and of the folders in it; hidden ones and other endings are passed over."""
-    found = []
-    for file in sorted(file for file in folder.rglob("*") if not _is_hidden(file.relative_to(folder))):
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files of a folder and of the folders in it; hidden ones and other endings are ignored."""
+    files = []
+    visible = (f for f in folder.rglob("*") if not any(name.startswith(".") for name in f.relative_to(folder).parts))
+    for file in sorted(visible):
         if file.is_dir() and file.is_symlink():
             raise UserError(f"data.path: {file} is a link to a folder, which is not followed; name the folder itself")
         if (file / "state.json").is_file():
@@ -154,15 +163,11 @@ def _below(folder: Path) -> list[Path]:
                 f"data.path: {file} cannot be read as it is; unpack it, or name the files to read with a glob"
             )
         if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
-            found.append(file)
-    return found
+            files.append(file)
+    return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _saved(path: Path, source: Source) -> Origin:
+def _saved_origin(path: Path, source: Source) -> Origin:
     import datasets
 
     try:
@@ -175,10 +180,10 @@ def _saved(path: Path, source: Source) -> Origin:
         if split not in loaded:
             raise UserError(f"data.split: {path} has no split {split!r}; it has {', '.join(loaded)}")
         loaded = loaded[split]
-    return _dataset(str(path), split, loaded)
+    return _dataset_origin(str(path), split, loaded)
 
 
-def _of_hub(source: Source) -> Origin:
+def _hub_origin(source: Source) -> Origin:
     import datasets
 
     datasets.disable_progress_bars()  # every rank would draw its own
@@ -189,12 +194,12 @@ def _of_hub(source: Source) -> Origin:
             f"data.path: {source.path!r} (split {source.split!r}) is no file or folder here, and as a dataset of the "
             f"hub it cannot be read: {_one_line(error)}"
         ) from None
-    return _dataset(source.path, source.split or "", loaded)
+    return _dataset_origin(source.path, source.split or "", loaded)
 
 
-def _dataset(name: str, split: str, loaded: Any) -> Origin:
-    files = tuple(Path(file["filename"]) for file in loaded.cache_files)
-    return Origin(name, files, f"{split} {len(loaded)}", loaded)
+def _dataset_origin(name: str, split: str, dataset: datasets.Dataset) -> Origin:
+    files = tuple(Path(file["filename"]) for file in dataset.cache_files)
+    return Origin(name, files, f"{split} {len(dataset)}", dataset)
 
 
 def _one_line(error: Exception) -> str:
@@ -202,11 +207,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _too_large(num_bytes: int) -> Bad:
-    found, limit = num_bytes / 2**20, MAX_RECORD_BYTES // 2**20
-    return Bad(f"the document has {found:,.1f} MiB, more than the {limit} MiB that one may have; cut it into several")
+    size, limit = num_bytes / 2**20, MAX_RECORD_BYTES // 2**20
+    return Bad(f"the document has {size:,.1f} MiB, more than the {limit} MiB that one may have; cut it into several")
 
 
-def utf8(raw: bytes) -> str | Bad:
+def _decode_utf8(raw: bytes) -> str | Bad:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -214,11 +219,12 @@ def utf8(raw: bytes) -> str | Bad:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[Record]:
+    """Yield each line as bytes, or as Bad if it is too long."""
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(BYTE_ORDER_MARK)
         size = len(line)
         if size <= MAX_RECORD_BYTES:
             yield Record(number, line, size)
@@ -228,43 +234,43 @@ def _lines(stream: IO[bytes]) -> Iterator[Record]:
         yield Record(number, _too_large(size), 0)
 
 
-def _no_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
-    """The lines of a .json file that is no list."""
-    first = next(lines, None)
-    if first is None:
-        return
-    if not isinstance(first.value, Bad) and first.value.strip() == b"{":
-        first = first._replace(value=Bad("is an object over several lines; write a list of documents, or one a line"))
-    yield first
-    yield from lines
+def _is_blank(line: Record) -> bool:
+    return isinstance(line.value, bytes) and not line.value.strip()
+
+
+def _refuse_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
+    """Yield the lines of a .json file that is not a list."""
+    for i, line in enumerate(lines):
+        if i == 0 and isinstance(line.value, bytes) and line.value.strip() == b"{":
+            line = line._replace(value=Bad("is an object over several lines; write a list of documents, or one a line"))
+        yield line
 
 
 def _text(stream: IO[bytes], unit: str) -> Iterator[Record]:
-    gathered: list[bytes] = []
+    """Yield the paragraphs, the lines or the whole of a text file; blank lines before a document are skipped."""
+    lines: list[bytes] = []  # of the document, as far as it is read
     first = size = 0
 
     def document() -> Record:
-        text = _too_large(size) if size > MAX_RECORD_BYTES else utf8(b"".join(gathered))
+        text = _too_large(size) if size > MAX_RECORD_BYTES else _decode_utf8(b"".join(lines))
         if isinstance(text, Bad):
             return Record(first, text, size)
         return Record(first, {"text": text.replace("\r\n", "\n").strip("\n")}, size)
 
     for line in _lines(stream):
-        if isinstance(line.value, Bad):
+        if not isinstance(line.value, bytes):
             yield line
-            continue
-        blank = not line.value.strip()
-        if blank and not gathered:
-            continue
-        if not (blank and unit == "paragraph"):
-            first = first if gathered else line.number
-            size += line.num_bytes
-            if size <= MAX_RECORD_BYTES:
-                gathered.append(line.value)
-        if (blank and unit == "paragraph") or unit == "line":
-            yield document()
-            gathered, size = [], 0
-    if gathered:
+        elif lines or not _is_blank(line):
+            ends_paragraph = unit == "paragraph" and _is_blank(line)
+            if not ends_paragraph:
+                first = first if lines else line.number
+                size += line.num_bytes
+                if size <= MAX_RECORD_BYTES:
+                    lines.append(line.value)
+            if ends_paragraph or unit == "line":
+                yield document()
+                lines, size = [], 0
+    if lines:
         yield document()
 
 
@@ -289,11 +295,11 @@ def _csv(origin: Origin) -> Iterator[Record]:
             raise UserError(f"{origin.name}:{reader.line_num}: is not CSV: {error}") from None
 
 
-_BETWEEN = re.compile(r"[ \t\r\n]*")
+_JSON_SPACES = re.compile(r"[ \t\r\n]*")
 
 
 def _json_array(origin: Origin) -> Iterator[Record]:
-    """The elements of a list, parsed one at a time out of a window that moves along the file."""
+    """Yield the elements of a list, parsed one at a time out of a window that moves along the file."""
     decode = json.JSONDecoder().raw_decode
     with origin.files[0].open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         window, at, line = stream.read(READ_BYTES), 0, 1
@@ -305,20 +311,19 @@ def _json_array(origin: Origin) -> Iterator[Record]:
 
         def read_on() -> bool:
             nonlocal window, at
-            more = stream.read(READ_BYTES)
-            if more:
+            if more := stream.read(READ_BYTES):
                 window, at = window[at:] + more, 0
             return bool(more)
 
         def skip_spaces() -> str:
-            """To the next character that counts, which is returned; empty at the end."""
+            """Go to the next character that is not a space and return it; empty at the end."""
             while True:
-                go_to(_BETWEEN.match(window, at).end())  # type: ignore[union-attr]
+                go_to(_JSON_SPACES.match(window, at).end())  # type: ignore[union-attr]
                 if at < len(window) or not read_on():
                     return window[at : at + 1]
 
-        def refuse(what: str, where: int) -> UserError:
-            return UserError(f"{origin.name}:{where}: is not JSON: {what}")
+        def not_json(reason: str, at_line: int) -> UserError:
+            return UserError(f"{origin.name}:{at_line}: is not JSON: {reason}")
 
         skip_spaces()
         go_to(at + 1)  # the bracket
@@ -329,33 +334,30 @@ def _json_array(origin: Origin) -> Iterator[Record]:
             try:
                 element, end = decode(window, at)
             except json.JSONDecodeError as error:
-                # The window's edge may have cut the element: in a string, or in the word or number at its end.
-                is_cut = error.msg.startswith("Unterminated string") or len(window) - error.pos <= 16
-                if is_cut and len(window) - at > MAX_RECORD_BYTES:
+                # The window may end inside the element: in a string, or in the word or number at its end.
+                may_go_on = error.msg.startswith("Unterminated string") or len(window) - error.pos <= 16
+                if may_go_on and len(window) - at > MAX_RECORD_BYTES:
                     raise UserError(origin.location(line) + ": " + _too_large(len(window) - at).reason) from None
-                if is_cut and read_on():
+                if may_go_on and read_on():
                     continue
-                raise refuse(error.msg, line + window.count("\n", at, error.pos)) from None
-            except RecursionError:
-                raise refuse("it is nested too deeply", line) from None
-            except ValueError as error:  # a number of thousands of digits
-                raise refuse(str(error), line) from None
+                raise not_json(error.msg, line + window.count("\n", at, error.pos)) from None
+            except (RecursionError, ValueError) as error:
+                raise not_json(_json_limit(error), line) from None
             if end > len(window) - 3 and read_on():
                 continue  # a number may go on, at the latest after "e-"
             yield Record(line, element if end - at <= MAX_RECORD_BYTES else _too_large(end - at), end - at)
             go_to(end)
             separator = skip_spaces()
             if separator not in (",", "]"):
-                raise refuse("expecting ',' or ']'" + ("" if separator else ", found the end of the file"), line)
+                raise not_json("expecting ',' or ']'" + ("" if separator else ", found the end of the file"), line)
             go_to(at + 1)
             if separator == "]":
                 if skip_spaces():
-                    raise refuse("there is more behind the list", line)
+                    raise not_json("there is more behind the list", line)
                 return
 
 
 def _parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
@@ -364,33 +366,35 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise UserError(f"{path}: cannot be read as Parquet: {_one_line(error)}") from None
 
 
-def _from_arrow(tables: Iterator[Any]) -> Iterator[Record]:
-    """Arrow gives every row every field of any row; those that are null are not there."""
-    number = 0
-    for table in tables:
-        for record in table.to_pylist():
-            number += 1
-            yield Record(number, _without_nulls(record), table.nbytes // len(table))
+def _from_arrow(tables: Iterable[pyarrow.Table | pyarrow.RecordBatch]) -> Iterator[Record]:
+    """Yield the rows. Arrow gives every row every field of any row, so fields that are null are left out."""
+    rows = ((row, table.nbytes // len(table)) for table in tables for row in table.to_pylist())
+    for number, (row, num_bytes) in enumerate(rows, 1):
+        yield Record(number, _without_nulls(row), num_bytes)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: JSON) -> JSON:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_json(value: Any) -> Any:
-    """A record's JSON where it is still bytes; Bad if it is none."""
+def parse_json(value: JSON | bytes | Bad) -> JSON | Bad:
+    """Return a record's value, parsed where it is still bytes; Bad if that is not JSON."""
     if not isinstance(value, bytes):
         return value
-    text = utf8(value)
+    text = _decode_utf8(value)
     if isinstance(text, Bad):
         return text
     try:
-        return json.loads(text.rstrip())
+        parsed: JSON = json.loads(text.rstrip())
+        return parsed
     except json.JSONDecodeError as error:
         return Bad(f"is not JSON: {error.msg} at column {error.colno}")
-    except RecursionError:
-        return Bad("is not JSON: it is nested too deeply")
-    except ValueError as error:  # a number of thousands of digits
-        return Bad(f"is not JSON: {error}")
+    except (RecursionError, ValueError) as error:
+        return Bad(f"is not JSON: {_json_limit(error)}")
+
+
+def _json_limit(error: RecursionError | ValueError) -> str:
+    """Return which of Python's limits JSON exceeds: its depth, or the digits of a number."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

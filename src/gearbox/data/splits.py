@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from gearbox.config.recipe import Data, Recipe
 from gearbox.data.batches import PackedRows
-from gearbox.data.packing import Chunks, chunk_documents
+from gearbox.data.packing import Chunks, Corpus, chunk_documents
+from gearbox.data.sampler import Sampler, make_sampler
 from gearbox.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dropped:
+    """A record that is not used."""
+
     location: str
     """file:line"""
     reason: str
@@ -35,70 +43,75 @@ class Dropped:
 
 @dataclass(frozen=True)
 class TrainingRows:
+    """The rows of a run, how they are stepped through, and what became of the documents that were read."""
+
     training: PackedRows
     held_out: PackedRows
+    num_steps: int
+    """Optimizer steps of the run: train.steps, or as many as train.epochs need."""
+    sampler: Sampler
+    """Which training rows belong to which step."""
     samples: list[Sample]
     dropped: list[Dropped]
-    """Rows of data.path that are neither trained nor held out."""
+    """Records of data.path that are neither trained nor held out."""
     dropped_of_evaluation: list[Dropped]
-    """Rows of eval.path that are not evaluated on."""
+    """Records of eval.path that are not evaluated on."""
     num_read: int
     num_truncated: int
     num_split: int
     num_duplicates: int
-    """Documents whose tokens another one before it has too."""
+    """Documents with the same tokens as an earlier one."""
 
 
-def split_and_pack(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, packing: bool) -> TrainingRows:
-    """Cut the documents, hold some out and pack the rest. `evaluated`, like `corpus`, is that of eval.path, or None.
+def split_and_pack(
+    recipe: Recipe,
+    corpus: Corpus,
+    evaluated: Corpus | None,
+    tokenizer: PreTrainedTokenizerFast,
+    packing: bool,
+) -> TrainingRows:
+    """Divide the documents into chunks, hold some out and pack the rest; `evaluated` is the corpus of eval.path.
 
-    Raises UserError where nothing is left to train on.
+    Raises UserError where nothing is left to train on, or to evaluate on.
     """
-    data, batch, evaluation = recipe.data, recipe.batch, recipe.eval
-    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    pad_token = next(token for token in pads if token is not None)
-    long = _policies(corpus, data)
-    pieces = chunk_documents(corpus, batch.row_tokens, long)
-    dropped = _left_out(corpus, pieces)
-    pieces = pieces.where(pieces.targets > 0)
-    hashes = _hashes(corpus, pieces)
+    data, row_tokens = recipe.data, recipe.batch.row_tokens
+    pad_tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad_token = next(token for token in pad_tokens if token is not None)
+    policies = _policies(corpus, data)
+    chunks = chunk_documents(corpus, row_tokens, policies)
+    dropped = _unused_documents(corpus, chunks)
+    chunks = chunks.where(chunks.targets > 0)
+    hashes = _hashes(corpus, chunks)
     is_used = np.zeros(len(corpus), bool)
-    is_used[pieces.document] = True
-    unused: list[Dropped] = []
+    is_used[chunks.document] = True
+    dropped_of_evaluation: list[Dropped] = []
     if evaluated is None:
-        is_held_out = hashes < np.uint64(evaluation.fraction * 2**64)
-        held_corpus, held_pieces = corpus, pieces.where(is_held_out[pieces.document])
+        is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64)
+        num_held_out = int((is_used & is_held_out).sum())
+        held_out_chunks = chunks.where(is_held_out[chunks.document])
     else:
-        held_corpus, held_pieces = evaluated, chunk_documents(evaluated, batch.row_tokens, _policies(evaluated, data))
-        unused = _left_out(evaluated, held_pieces)
-        held_pieces = held_pieces.where(held_pieces.targets > 0)
-        if not len(held_pieces):
-            raise UserError(
-                f"eval.path: {evaluation.path!r} leaves nothing to evaluate on: {summarize_dropped(unused)}"
-            )
-        is_held_out = np.isin(hashes, _hashes(evaluated, held_pieces)[held_pieces.document])
+        held_out_chunks, dropped_of_evaluation = _evaluation_chunks(recipe, evaluated)
+        is_held_out = np.isin(hashes, _hashes(evaluated, held_out_chunks)[held_out_chunks.document])
+        num_held_out = 0
         copies = np.flatnonzero(is_used & is_held_out).tolist()
         dropped += [Dropped(corpus.location(document), "also in eval.path") for document in copies]
-    trained = pieces.where(~is_held_out[pieces.document])
-    group = None
-    if data.sources[0].weight is not None:
-        group = corpus.source[trained.document]
-    for number, source in enumerate(data.sources):
-        if not len(trained) or (group is not None and number not in group):
-            raise UserError(
-                f"data.path: {source.path!r} leaves nothing to train on within batch.row_tokens={batch.row_tokens}: "
-                f"{len(corpus) + len(corpus.bad):,} documents read, "
-                f"{int((is_used & is_held_out).sum()) if evaluated is None else 0:,} held out, {summarize_dropped(dropped)}"
-            )
-    is_long = is_used & (corpus.lengths > batch.row_tokens)
-    is_split = np.array([policy == "split" for policy in long])[corpus.origin]
-    rest = (batch.row_tokens, pad_token, packing)
+    training_chunks = chunks.where(~is_held_out[chunks.document])
+    _check_every_source(recipe, corpus, training_chunks, num_held_out, dropped)
+
+    is_weighted = data.sources[0].weight is not None
+    group = corpus.source[training_chunks.document] if is_weighted else None
+    training = PackedRows(corpus, training_chunks, row_tokens, pad_token, packing, group)
+    held_out_corpus = corpus if evaluated is None else evaluated
+    is_long = is_used & (corpus.lengths > row_tokens)
+    is_split = np.array([policy == "split" for policy in policies])[corpus.origin]
     return TrainingRows(
-        training=PackedRows(corpus, trained, *rest, group=group),
-        held_out=PackedRows(held_corpus, held_pieces, *rest),
-        samples=_samples(held_corpus, held_pieces, evaluation.samples),
+        training=training,
+        held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
+        num_steps=recipe.train.steps or math.ceil(len(training) * (recipe.train.epochs or 0) / recipe.batch.rows),
+        sampler=make_sampler(recipe, training),
+        samples=_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
         dropped=dropped,
-        dropped_of_evaluation=unused,
+        dropped_of_evaluation=dropped_of_evaluation,
         num_read=len(corpus) + len(corpus.bad),
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),
@@ -106,28 +119,52 @@ def split_and_pack(recipe: Recipe, corpus: Any, evaluated: Any, tokenizer: Any, 
     )
 
 
+def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:
+    """Return the chunks of eval.path that have a target, and its records without any. Raises UserError for none."""
+    chunks = chunk_documents(evaluated, recipe.batch.row_tokens, _policies(evaluated, recipe.data))
+    dropped = _unused_documents(evaluated, chunks)
+    chunks = chunks.where(chunks.targets > 0)
+    if not len(chunks):
+        raise UserError(f"eval.path: {recipe.eval.path!r} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
+    return chunks, dropped
+
+
+def _check_every_source(
+    recipe: Recipe, corpus: Corpus, training: Chunks, num_held_out: int, dropped: list[Dropped]
+) -> None:
+    """Raise UserError if nothing is left to train on, or nothing of a source that has a weight."""
+    present = {*np.unique(corpus.source[training.document]).tolist()}
+    for number, source in enumerate(recipe.data.sources):
+        if not present or (source.weight is not None and number not in present):
+            raise UserError(
+                f"data.path: {source.path!r} leaves nothing to train on within "
+                f"batch.row_tokens={recipe.batch.row_tokens}: {len(corpus) + len(corpus.bad):,} documents read, "
+                f"{num_held_out:,} held out, {summarize_dropped(dropped)}"
+            )
+
+
 def summarize_dropped(dropped: list[Dropped]) -> str:
-    """How many were dropped and why, most frequent reason first; reasons that differ in numbers and names are one."""
+    """Return how many were dropped and why, most frequent first; reasons that differ in numbers and names are one."""
     kinds = Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
     listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in kinds.most_common(5)]
     more = [f"{len(kinds) - 5} more reasons"] if len(kinds) > 5 else []
     return f"{len(dropped):,} dropped" + (f" ({'; '.join(listed + more)})" if dropped else "")
 
 
-def _policies(corpus: Any, data: Data) -> list[str]:
-    """For each origin: truncate, split or drop."""
+def _policies(corpus: Corpus, data: Data) -> list[str]:
+    """Return for each origin what happens to a long document: truncate, split or drop."""
     auto = [("split" if summary.form == "text" else "truncate") for summary in corpus.summaries]
     return auto if data.long == "auto" else [data.long] * len(auto)
 
 
-def _left_out(corpus: Any, pieces: Chunks) -> list[Dropped]:
-    """The records that could not be used, and the documents of which no piece has a target."""
-    has_piece, has_target = (np.zeros(len(corpus), bool) for _ in range(2))
-    has_piece[pieces.document] = True
-    has_target[pieces.document[pieces.targets > 0]] = True
-    dropped = [Dropped(corpus.origins[origin].location(number), reason) for origin, number, reason in corpus.bad]
+def _unused_documents(corpus: Corpus, chunks: Chunks) -> list[Dropped]:
+    """Return the records that could not be used, and the documents of which no chunk has a target."""
+    has_chunk, has_target = (np.zeros(len(corpus), bool) for _ in range(2))
+    has_chunk[chunks.document] = True
+    has_target[chunks.document[chunks.targets > 0]] = True
+    dropped = [Dropped(corpus.origins[entry.origin].location(entry.number), entry.reason) for entry in corpus.bad]
     for document in np.flatnonzero(~has_target).tolist():
-        if not has_piece[document]:
+        if not has_chunk[document]:
             reason = "longer than a row"
         else:
             reason = "no supervised token" + (" before the cut" if corpus.targets[document] else "")
@@ -135,21 +172,20 @@ def _left_out(corpus: Any, pieces: Chunks) -> list[Dropped]:
     return dropped
 
 
-def _hashes(corpus: Any, pieces: Chunks) -> np.ndarray:
-    """Of the tokens of each document that are used: two that differ behind the cut alone are the same."""
-    hashes = corpus.hashes.copy()
-    used = pieces.ends(len(corpus))
-    for document in np.flatnonzero((used > 0) & (used < corpus.lengths)).tolist():
-        hashes[document] = xxhash.xxh3_64_intdigest(corpus.tokens(document)[: used[document]].tobytes())
+def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
+    """Return the hash of each document's tokens up to where it is truncated: what follows makes no difference."""
+    hashes: NDArray[np.uint64] = corpus.hashes.copy()
+    ends = chunks.ends(len(corpus))
+    for document in np.flatnonzero((ends > 0) & (ends < corpus.lengths)).tolist():
+        hashes[document] = xxhash.xxh3_64_intdigest(corpus.tokens(document)[: ends[document]].tobytes())
     return hashes
 
 
-def _samples(corpus: Any, pieces: Chunks, num_samples: int) -> list[Sample]:
-    """Of the questions that the corpus keeps, those of held-out documents whose prompt fits into a row."""
+def _samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
+    """Return those of the corpus's questions that are held out and whose prompt fits into a row."""
     samples: list[Sample] = []
-    first_lengths = dict(
-        zip(pieces.document[pieces.start == 0].tolist(), pieces.length[pieces.start == 0], strict=True)
-    )
+    is_first = chunks.start == 0
+    first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))
     for kept in corpus.samples:
         if len(samples) < num_samples and kept.document in first_lengths:
             prompt = int(np.argmax(corpus.loss_mask(kept.document)[: first_lengths[kept.document]]))

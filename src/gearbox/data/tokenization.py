@@ -1,0 +1,378 @@
+"""Records to an Arrow file of token ids and loss masks, on all cores, with a digest of what it holds."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from gearbox import processes
+from gearbox.config.recipe import Data
+from gearbox.data import loss_mask, row_formats
+from gearbox.data.row_formats import BadRow, FieldNames, JsonObject
+from gearbox.data.sources import Bad, Origin, Record, parse_json
+from gearbox.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
+BATCH_DOCUMENTS = 64
+NO_NAMES = FieldNames("text", {}, {})  # for records before the first mapping, which are refused before names matter
+NUM_SAMPLES = 64  # questions kept for people to read: those that any split holds out first
+PROGRESS_SECONDS = 10  # between two messages
+
+
+@dataclass(frozen=True)
+class OriginSummary:
+    """What a file or dataset holds."""
+
+    source: int
+    """Index of the entry of data.path that it belongs to."""
+    form: str
+    num_records: int
+    unused: list[str]
+    """Fields that are not read."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of a chat, and its answer."""
+
+    document: int
+    question: str
+    answer: str
+
+
+class BadRecord(NamedTuple):
+    """A record that cannot be used."""
+
+    origin: int
+    number: int
+    reason: str
+
+
+class _Batch(NamedTuple):
+    origin: int
+    names: FieldNames
+    records: list[Record]
+
+
+class _Candidate(NamedTuple):
+    """A `Question` of the document with this hash."""
+
+    hash: int
+    document: int
+    question: str
+    answer: str
+
+
+class _Outcome(NamedTuple):
+    """A batch, tokenized."""
+
+    origin: int
+    table: pyarrow.RecordBatch
+    """The documents."""
+    bad: list[BadRecord]
+    candidates: list[_Candidate]
+    """Those with the lowest hashes; documents are numbered within the table."""
+    unused: set[str]
+    """Fields of the records that are not read."""
+
+
+def _features() -> datasets.Features:
+    from datasets import Features, List, Value
+
+    types = {"length": "int32", "targets": "int32", "hash": "uint64", "origin": "int32", "number": "int64"}
+    tokens = {"input_ids": List(Value("int32")), "supervised": List(Value("int8"))}
+    return Features(tokens | {name: Value(type_name) for name, type_name in types.items()})
+
+
+class CorpusDigest:
+    """The digest of all documents in order: an xxh3-128 of their token ids, loss masks and lengths.
+
+    Each column is a stream of its own, so the digest does not depend on how the documents were batched.
+    """
+
+    def __init__(self) -> None:
+        self._streams = {name: xxhash.xxh3_128() for name in ("input_ids", "supervised", "length")}
+
+    def update(self, table: pyarrow.RecordBatch) -> None:
+        """Add the documents of a table."""
+        for name, stream in self._streams.items():
+            column = table.column(name)
+            values = column if name == "length" else column.flatten()
+            stream.update(values.to_numpy())
+
+    def hexdigest(self) -> str:
+        """Return the digest of the documents so far, 32 hex digits."""
+        return str(xxhash.xxh3_128_hexdigest(b"".join(stream.digest() for stream in self._streams.values())))
+
+
+class _Collector:
+    """Gathers from the outcomes, in order, what is kept beside the documents."""
+
+    def __init__(self, origins: list[Origin], stop_on_bad: bool) -> None:
+        self.origins, self.stop_on_bad = origins, stop_on_bad
+        self.num_documents = 0
+        self.bad: list[BadRecord] = []
+        self.candidates: list[_Candidate] = []
+        self.unused: list[set[str]] = [set() for _ in origins]
+        self.digest = CorpusDigest()
+
+    def add(self, outcome: _Outcome) -> None:
+        """Add the outcome of the next batch. Raises UserError for a bad record, if that is to stop."""
+        if outcome.bad and self.stop_on_bad:
+            first = outcome.bad[0]
+            raise UserError(f"{self.origins[first.origin].location(first.number)}: {first.reason}")
+        self.bad += outcome.bad
+        self.unused[outcome.origin] |= outcome.unused
+        moved = [c._replace(document=self.num_documents + c.document) for c in outcome.candidates]
+        self.candidates = _lowest([*self.candidates, *moved])
+        self.digest.update(outcome.table)
+        self.num_documents += len(outcome.table)
+
+    def about(self, summaries: list[OriginSummary]) -> JsonObject:
+        """Return the content of about.json. Raises UserError if there is no document."""
+        if not self.num_documents:
+            first = self.bad[0]
+            names = ", ".join(origin.name for origin in self.origins)
+            location = self.origins[first.origin].location(first.number)
+            raise UserError(
+                f"data.path: none of the {len(self.bad)} rows of {names} can be used; {location}: {first.reason}"
+            )
+        return {
+            "summaries": [
+                asdict(summary) | {"unused": sorted(fields)}
+                for summary, fields in zip(summaries, self.unused, strict=True)
+            ],
+            "bad": [list(entry) for entry in self.bad],
+            "samples": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
+            "digest": self.digest.hexdigest(),
+        }
+
+
+def build_corpus(
+    folder: Path,
+    origins: list[Origin],
+    stamps: list[list[tuple[int, int, int]]],
+    data: Data,
+    tokenizer: loss_mask.ChatTokenizer,
+    tell: Callable[[str], None],
+) -> None:
+    """Tokenize all records and write documents.arrow and about.json to the folder, which appears when it is complete.
+
+    Raises UserError if the data cannot be used, or if an origin no longer has its stamp: it was written to meanwhile.
+    """
+    import pyarrow
+    from datasets.arrow_writer import ArrowWriter
+
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a builder that was killed; no other one can be running
+    partial.mkdir()
+    reader = _RecordReader(origins, data)
+    collected = _Collector(origins, stop_on_bad=data.on_bad_row == "stop")
+    started = last_told = time.perf_counter()
+    try:
+        with ArrowWriter(path=str(partial / "documents.arrow"), features=_features()) as writer:
+            for outcome in _tokenize_in_order(_BatchTokenizer(tokenizer), reader.batches()):
+                collected.add(outcome)
+                if len(outcome.table):
+                    writer.write_table(pyarrow.Table.from_batches([outcome.table]))
+                if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
+                    last_told, num_documents = now, collected.num_documents
+                    tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} a second")
+            about = collected.about(reader.summaries)
+            writer.finalize()
+        for origin, stamp in zip(origins, stamps, strict=True):
+            if origin.stamp() != stamp:
+                raise UserError(f"{origin.name}: has changed while it was read; run again when it is complete")
+        (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
+        partial.rename(folder)
+        seconds = time.perf_counter() - started
+        tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; kept in {folder}")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _RecordReader:
+    """Reads the origins in batches and recognises each one's form by its first record."""
+
+    def __init__(self, origins: list[Origin], data: Data) -> None:
+        self.origins, self.data = origins, data
+        self.summaries: list[OriginSummary] = []
+        """Of the origins read so far."""
+
+    def batches(self) -> Iterator[_Batch]:
+        """Yield all records in order; no batch is of two origins."""
+        for index, origin in enumerate(self.origins):
+            names: FieldNames | None = None
+            num_records = size = 0
+            records: list[Record] = []
+            for record in origin.records(self.data.text_unit):
+                num_records += 1
+                if names is None and isinstance(value := parse_json(record.value), dict):
+                    names = self._names(origin, record.number, value)
+                records.append(record)
+                size += record.num_bytes
+                if size >= BATCH_BYTES or len(records) >= BATCH_DOCUMENTS:
+                    yield _Batch(index, names or NO_NAMES, records)
+                    records, size = [], 0
+            if not num_records:
+                records = [Record(1, Bad("the file is empty"), 0)]
+            if records:
+                yield _Batch(index, names or NO_NAMES, records)
+            form = names.form if names else "no form"
+            self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), []))
+
+    def _names(self, origin: Origin, number: int, record: JsonObject) -> FieldNames:
+        form = row_formats.recognise(record, self.data.form, origin.fields)
+        if form is None:
+            where = f"{origin.name}:1: the header" if origin.kind == "csv" else origin.location(number)
+            raise row_formats.unrecognised(record, where)
+        return FieldNames(form, origin.fields, self.data.roles)
+
+
+class _BatchTokenizer:
+    """Makes a table of documents from a batch of records."""
+
+    def __init__(self, tokenizer: loss_mask.ChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, batch: _Batch) -> _Outcome:
+        documents: list[row_formats.Chat | str] = []
+        numbers: list[int] = []
+        bad: list[BadRecord] = []
+        unused: set[str] = set()
+        for record in batch.records:
+            try:
+                value = parse_json(record.value)
+                if isinstance(value, Bad):
+                    raise BadRow(value.reason)
+                documents.append(row_formats.read(value, batch.names))
+                numbers.append(record.number)
+                unused |= row_formats.unused_fields(value, batch.names)
+            except BadRow as error:
+                bad.append(BadRecord(batch.origin, record.number, str(error)))
+        encoded: list[tuple[row_formats.Chat | str, int, loss_mask.Encoded]] = []
+        for document, number, outcome in zip(documents, numbers, self.tokenizer.encode(documents), strict=True):
+            if isinstance(outcome, BadRow):
+                bad.append(BadRecord(batch.origin, number, row_formats.of_field(str(outcome), batch.names)))
+            else:
+                encoded.append((document, number, outcome))
+        bad.sort(key=lambda entry: entry.number)
+        hashes = [xxhash.xxh3_64_intdigest(outcome.tokens.tobytes()) for _, _, outcome in encoded]
+        table = _make_table(
+            batch.origin, [number for _, number, _ in encoded], [outcome for _, _, outcome in encoded], hashes
+        )
+        candidates = [
+            _Candidate(digest, i, *texts)
+            for i, (digest, (document, _, _)) in enumerate(zip(hashes, encoded, strict=True))
+            if (texts := _question(document, self.tokenizer.supervise))
+        ]
+        return _Outcome(batch.origin, table, bad, _lowest(candidates), unused)
+
+
+def _make_table(
+    origin: int, numbers: list[int], encoded: list[loss_mask.Encoded], hashes: list[int]
+) -> pyarrow.RecordBatch:
+    """Return the documents of one origin, with the columns of `_features`."""
+    import pyarrow
+
+    tokens = [document.tokens for document in encoded]
+    masks = [document.loss_mask for document in encoded]
+    lengths = np.array([len(ids) for ids in tokens], np.int32)
+    offsets = pyarrow.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return pyarrow.record_batch(
+        {
+            "input_ids": pyarrow.ListArray.from_arrays(offsets, np.concatenate([*tokens, np.empty(0, np.int32)])),
+            "supervised": pyarrow.ListArray.from_arrays(offsets, np.concatenate([*masks, np.empty(0, np.int8)])),
+            "length": lengths,
+            # The first token of a document has nothing before it and is never a target.
+            "targets": np.array([mask[1:].sum() for mask in masks], np.int32),
+            "hash": np.array(hashes, np.uint64),
+            "origin": np.full(len(encoded), origin, np.int32),
+            "number": np.array(numbers, np.int64),
+        }
+    )
+
+
+def _lowest(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+    """Return the candidates with the lowest hashes, one of each hash."""
+    by_hash = {candidate.hash: candidate for candidate in sorted(candidates, reverse=True)}
+    return heapq.nsmallest(NUM_SAMPLES, by_hash.values())
+
+
+def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:
+    """Return the first trained answer of a chat and the question before it as texts, or None without either."""
+    if isinstance(document, str):
+        return None
+    turns = document.turns
+    answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i not in document.untrained]
+    first = (answers or [0])[-1 if supervise == "last" else 0]
+    questions = [turn["content"] for turn in turns[:first] if turn["role"] == "user"]
+    return (questions[-1], turns[first]["content"]) if questions and turns[first]["content"] else None
+
+
+_worker: _BatchTokenizer | None = None  # in a process of the pool, which inherits it by the fork
+
+
+def _start_worker(work: _BatchTokenizer) -> None:
+    global _worker
+    # The signal handling that it inherits is the parent's; a pool of which a process died ends the others by SIGTERM.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    processes.die_with_parent(signal.SIGKILL)  # if the parent is killed, nobody else would end this process
+    gc.disable()  # it would look through all that is inherited and copy it by that; what is made here has no cycles
+    _worker = work
+
+
+def _run_worker(batch: _Batch) -> _Outcome:
+    assert _worker is not None
+    return _worker(batch)
+
+
+def _tokenize_in_order(work: _BatchTokenizer, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
+    """Yield work(batch) for each batch, in order, computed by one process per core; few batches are read ahead."""
+    # One process per core; threads of the tokenizer itself would not survive the fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    first, second = next(batches, None), next(batches, None)
+    if first is None or second is None or num_cores == 1:
+        yield from map(work, filter(None, chain([first, second], batches)))
+        return
+    work(first._replace(records=first.records[:1]))  # the processes inherit the template that this compiles
+    waiting: deque[Future[_Outcome]] = deque()
+    # By fork, as the tokenizer is in memory already: a fresh process would take seconds to get there.
+    with ProcessPoolExecutor(num_cores, get_context("fork"), _start_worker, (work,)) as pool:
+        try:
+            for batch in chain([first, second], batches):
+                waiting.append(pool.submit(_run_worker, batch))
+                if len(waiting) > 4 * num_cores:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise UserError("data.path: a process that tokenizes was killed, most likely for want of memory") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
