@@ -98,14 +98,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         wrapped, optimizer = engine.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
         bare = engine.unwrap_model(accelerator, wrapped)
         if run.checkpoint is not None:
-            run.restore(bare, wrapped, optimizer, world.gather)
-        facts = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
+            run.restore(bare, wrapped, optimizer, world)
+        running = verification.verify(accelerator, wrapped, optimizer, gear, recipe, rounds)
+        facts = dict(running.lines)
         probes.check_loss(
-            wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if facts["precision"] == "fp32" else 2e-2
+            wrapped, len(tokenizer), accelerator.device, tolerance=1e-4 if running.precision == "fp32" else 2e-2
         )
         if prepared.training.packing:
             seen = neighbours_seen(gear, accelerator, wrapped, prepared.training, micro_rows, len(tokenizer))
-            isolated = seen <= (1e-4 if facts["precision"] == "fp32" else 3e-2)
+            isolated = seen <= (1e-4 if running.precision == "fp32" else 3e-2)
             facts["packed documents"] = f"a neighbour changes a token's loss by {seen:.2g}"
             if not isolated:
                 facts["packed documents"] += ": this model does not keep them apart, so each row holds one document"
@@ -120,7 +121,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             raise UserError(
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
             )
-        size = sharded_state.checkpoint_bytes(bare, optimizer, world.gather)
+        size = sharded_state.checkpoint_bytes(bare, optimizer, world)
         if weight := router_loss.router_weight(bare):
             facts["router loss"] = f"{weight:g} x the unbalance of the experts"
         facts["checkpoints"], renames = world.decide(lambda: disk_space.check_space(run.checkpoints, recipe.save, size))
@@ -141,10 +142,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         def describe() -> dict[str, Any]:
             """What a manifest holds beside the progress and the files."""
             return {
-                "parameters": sharded_state.full_shapes(bare, world.gather),
-                "scalars": sharded_state.scalars(bare, optimizer, world.gather),
+                "parameters": sharded_state.full_shapes(bare, world),
+                "scalars": sharded_state.scalars(bare, optimizer, world),
                 "recipe": recipe.model_dump(mode="json"), "rows": rows_key, "base": base, "versions": run_folder.versions(),
-                "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": facts["engine"]},
+                "gear": {"name": gear.name, "num_processes": gear.num_processes, "engine": running.engine},
             }  # fmt: skip
 
         if not run.progress.step:
@@ -154,7 +155,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
                 run.checkpoints, recipe.save, rank=world.rank, run_id=world.gather(uuid4().hex[:8])[0],
                 saved_step=run.saved_step, renames=renames,
                 beat=watching.heartbeat, agree=world.sum, gather=world.gather,
-                pieces=lambda: sharded_state.local_shards(bare, optimizer, world.rank, world.gather),
+                pieces=lambda: sharded_state.local_shards(bare, optimizer, world),
                 describe=describe, tell=lambda **said: tell_of_save(run, log, **said),
             )  # fmt: skip
             watching.watch_peers(world.pids_of_node())
@@ -170,8 +171,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             after = samples()
 
         trained = full_parameters.iter_full_parameters(
-            accelerator, bare, only_trainable=recipe.adapter.method != "none",
-            beside=adapters.saved_frozen_names(bare, recipe), gather=world.gather,
+            bare, world, accelerator.device, only_trainable=recipe.adapter.method != "none",
+            also=adapters.saved_frozen_names(bare, recipe),
         )  # fmt: skip
         export.save(bare, trained, tokenizer, source, export.stored_dtype(architecture), run.folder / "model")
         accelerator.wait_for_everyone()

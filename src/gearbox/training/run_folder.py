@@ -50,14 +50,14 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def restore(self, bare: Any, engine: Any, optimizer: Any, gather: sharded_state.Gather) -> None:
+    def restore(self, bare: Any, engine: Any, optimizer: Any, world: World) -> None:
         """Give model and optimizer what the checkpoint holds. Raises UserError where that cannot be."""
         assert self.checkpoint is not None and self.manifest is not None
         gear = self.manifest["gear"]
         written_by = f"accelerate_configs/{gear['name']}.yaml with --num_processes {gear['num_processes']}"
         try:
             saved = shards.ShardReader(self.checkpoint, self.manifest)
-            sharded_state.restore(bare, engine, optimizer, saved, written_by, gather)
+            sharded_state.restore(bare, engine, optimizer, saved, written_by, world)
         except manifest.CorruptCheckpoint as error:
             raise UserError(f"{self.checkpoint}: {error}") from None
 
