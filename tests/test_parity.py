@@ -166,7 +166,8 @@ def clipped_at_auto(monkeypatch):
     """DeepSpeed's "auto" is 1.0, whatever the recipe says; the check that refuses it is switched off too."""
     usual = Gear.filled_json
     monkeypatch.setattr(Gear, "filled_json", lambda *a: usual(*a) | {"gradient_clipping": 1.0})
-    facts = {"ranks": "2", "engine": "ZeRO-2", "accumulation": "3", "precision": "fp32"}
+    lines = {"ranks": "2", "engine": "ZeRO-2", "accumulation": "3", "precision": "fp32"}
+    facts = verification.EngineFacts("ZeRO-2", "fp32", 3, lines)
     monkeypatch.setattr(verification, "verify", lambda *_: facts)
 
 

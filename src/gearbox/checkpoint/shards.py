@@ -4,110 +4,157 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gearbox.checkpoint.manifest import CorruptCheckpoint
+from gearbox.checkpoint.manifest import CorruptCheckpoint, Manifest
 
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Scalar = float | dict[str, float]
+"""A number that an optimizer keeps: as it is, or as {dtype: number} where it was a tensor without dimensions."""
+
+
+def scalars_to_json(state: Mapping[str, object]) -> dict[str, Scalar]:
+    """Return the numbers among what an optimizer keeps for a tensor."""
+    scalars: dict[str, Scalar] = {}
+    for kind, value in state.items():
+        if isinstance(value, torch.Tensor) and not value.dim():
+            scalars[kind] = {str(value.dtype).removeprefix("torch."): value.item()}
+        elif isinstance(value, int | float):
+            scalars[kind] = value
+    return scalars
+
+
+def scalars_from_json(saved: Mapping[str, Scalar]) -> dict[str, float | torch.Tensor]:
+    """Return saved numbers as the optimizer keeps them."""
+    state: dict[str, float | torch.Tensor] = {}
+    for kind, value in saved.items():
+        if isinstance(value, dict):
+            ((dtype, number),) = value.items()
+            state[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
+        else:
+            state[kind] = value
+    return state
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A run of elements of one flattened tensor, or a box of the tensor, as a rank holds it."""
+    """A range of a flattened tensor, or a block (a rectangular part) of the tensor, as a rank holds it."""
 
     kind: str
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     start: int | tuple[int, ...]
-    """Of its first element in the whole flattened tensor; of a box, of its first corner in each dimension."""
+    """Index of the first element in the full flattened tensor. Of a block: its offset in each dimension."""
     tensor: torch.Tensor
-    """[n] or the box, a view of what is trained: writing to it writes there."""
+    """[n] or the block, a view of what is trained: writing to it writes there."""
 
     @property
     def key(self) -> str:
+        """The key of this shard in the checkpoint's files."""
         start = str(self.start) if isinstance(self.start, int) else ",".join(map(str, self.start))
         return f"{self.kind}|{self.name}|{start}"
 
 
-class ShardReader:
-    """The tensors of a verified checkpoint, any part of any of them, whoever wrote which part."""
+class _SavedShard(NamedTuple):
+    """Where a shard is saved. They are sorted by their offsets."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    offsets: tuple[int, ...]
+    """One number for a range of the flattened tensor; one for each dimension for a block."""
+    file: str
+    key: str
+
+
+class ShardReader:
+    """Read any part of any tensor of a verified checkpoint, whichever rank wrote which part."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Open all files of a checkpoint. Raises CorruptCheckpoint where one of them is not a shard."""
         self.folder = folder
-        self.shapes: dict[str, list[int]] = manifest["parameters"]
-        self.scalars: dict[str, dict[str, Any]] = manifest["scalars"]
-        self._pieces: dict[tuple[str, str], list[tuple[tuple[int, ...], str, str]]] = defaultdict(list)
-        self._open: dict[str, Any] = {}
-        for name in manifest["files"]:
+        self.shapes: dict[str, list[int]] = manifest.parameters
+        self.scalars: dict[str, dict[str, Scalar]] = manifest.scalars
+        self._shards: dict[tuple[str, str], list[_SavedShard]] = defaultdict(list)
+        self._files: dict[str, Any] = {}
+        for file in manifest.files:
             try:
-                self._open[name] = safe_open(folder / name, framework="pt")
-                for key in self._open[name].keys():  # noqa: SIM118  it is no dict
-                    kind, parameter, start = key.split("|")
-                    self._pieces[kind, parameter].append((tuple(map(int, start.split(","))), name, key))
+                self._files[file] = safe_open(folder / file, framework="pt")
+                for key in self._files[file].keys():  # noqa: SIM118  not a dict
+                    kind, name, start = key.split("|")
+                    self._shards[kind, name].append(_SavedShard(tuple(map(int, start.split(","))), file, key))
             except (SafetensorError, OSError, ValueError) as error:
-                raise CorruptCheckpoint(f"{name}: is no shard of a checkpoint: {error}") from None
-        for pieces in self._pieces.values():
-            pieces.sort()
+                raise CorruptCheckpoint(f"{file}: is no shard of a checkpoint: {error}") from None
+        for shards in self._shards.values():
+            shards.sort()
 
     def kinds(self, name: str) -> list[str]:
-        """Of what is kept for a parameter, itself excepted."""
-        return sorted(kind for kind, parameter in self._pieces if parameter == name and kind != "parameter")
+        """Return the kinds of tensors that are saved for a parameter, without the parameter itself."""
+        return sorted(kind for kind, parameter in self._shards if parameter == name and kind != "parameter")
 
-    def names(self, kind: str) -> set[str]:
-        return {parameter for found, parameter in self._pieces if found == kind}
-
-    def read_shard(self, piece: TensorShard) -> torch.Tensor:
-        """The saved values of a piece, in its shape, on the CPU, however they were cut."""
-        if isinstance(piece.start, int):
-            return self.read(piece.kind, piece.name, piece.start, piece.tensor.numel())
-        rows, *rest = zip(piece.start, piece.tensor.shape, strict=True)
-        inner = self.shapes[piece.name][1:]
-        whole_rows = self.read(piece.kind, piece.name, rows[0] * math.prod(inner), rows[1] * math.prod(inner))
-        return whole_rows.view(-1, *inner)[(slice(None), *(slice(first, first + size) for first, size in rest))]
+    def read_shard(self, shard: TensorShard) -> torch.Tensor:
+        """Return the saved values of a shard in its shape, on the CPU, however they were sharded when saved."""
+        if isinstance(shard.start, int):
+            return self.read(shard.kind, shard.name, shard.start, shard.tensor.numel())
+        rows, *inner = zip(shard.start, shard.tensor.shape, strict=True)  # (offset, size) of each dimension
+        row_shape = self.shapes[shard.name][1:]
+        row_numel = math.prod(row_shape)
+        full_rows = self.read(shard.kind, shard.name, rows[0] * row_numel, rows[1] * row_numel).view(-1, *row_shape)
+        return full_rows[(slice(None), *(slice(offset, offset + size) for offset, size in inner))]
 
     def read(self, kind: str, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements [start, start + numel) of a flattened tensor, or all of them; [numel] on the CPU."""
-        pieces = self._pieces[kind, name]
-        if pieces and len(pieces[0][0]) > 1:
-            return self._read_of_boxes(kind, name, start, numel)
+        """Return elements [start, start + numel) of a flattened tensor, or all of them; [numel] on the CPU.
+
+        Raises CorruptCheckpoint where some of them are in no shard.
+        """
+        shards = self._shards[kind, name]
+        if shards and len(shards[0].offsets) > 1:
+            return self._read_blocks(kind, name, start, numel)
         end = math.inf if numel is None else start + numel
         parts, reached = [], start
-        for (first,), file, key in pieces:
-            held = self._open[file].get_slice(key)
-            last = first + held.get_shape()[0]
+        for (first,), file, key in shards:
+            saved = self._files[file].get_slice(key)
+            last = first + saved.get_shape()[0]
             if last > reached and first < end:
                 if first > reached:
                     break
-                parts.append(held[reached - first : int(min(end, last)) - first])
+                parts.append(saved[reached - first : int(min(end, last)) - first])
                 reached = int(min(end, last))
         if not parts or (numel is not None and reached != end):
             raise CorruptCheckpoint(f"{kind} of {name}: elements {reached:,} to {end:,} are in no shard")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _read_of_boxes(self, kind: str, name: str, start: int, numel: int | None) -> torch.Tensor:
-        """The same, of boxes: the rows that hold these elements are put together."""
-        num_rows, *inner = self.shapes[name]
-        width = math.prod(inner)
-        end = num_rows * width if numel is None else start + numel
-        first, last = start // width, -(-end // width)
+    def _read_blocks(self, kind: str, name: str, start: int, numel: int | None) -> torch.Tensor:
+        """Read a range of a tensor that was saved in blocks: assemble the rows that contain it."""
+        num_rows, *row_shape = self.shapes[name]
+        row_numel = math.prod(row_shape)
+        end = num_rows * row_numel if numel is None else start + numel
+        first, last = start // row_numel, -(-end // row_numel)
         rows, num_filled = None, 0
-        for corner, file, key in self._pieces[kind, name]:
-            held = self._open[file].get_slice(key)
-            top, bottom = max(first, corner[0]), min(last, corner[0] + held.get_shape()[0])
+        for (row, *offsets), file, key in self._shards[kind, name]:
+            saved = self._files[file].get_slice(key)
+            top, bottom = max(first, row), min(last, row + saved.get_shape()[0])
             if top < bottom:
-                box = held[top - corner[0] : bottom - corner[0]]
-                rows = torch.empty(last - first, *inner, dtype=box.dtype) if rows is None else rows
-                columns = (slice(at, at + size) for at, size in zip(corner[1:], box.shape[1:], strict=True))
-                rows[(slice(top - first, bottom - first), *columns)] = box
-                num_filled += box.numel()
+                block = saved[top - row : bottom - row]
+                rows = torch.empty(last - first, *row_shape, dtype=block.dtype) if rows is None else rows
+                columns = (slice(at, at + size) for at, size in zip(offsets, block.shape[1:], strict=True))
+                rows[(slice(top - first, bottom - first), *columns)] = block
+                num_filled += block.numel()
         if rows is None or num_filled != rows.numel():
             raise CorruptCheckpoint(f"{kind} of {name}: some of the elements {start:,} to {end:,} are in no shard")
-        return rows.view(-1)[start - first * width : end - first * width]
+        return rows.view(-1)[start - first * row_numel : end - first * row_numel]

@@ -34,7 +34,7 @@ from gearbox.distributed.tensor_parallel import (
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import FULL_PARAMETER, unwrap_optimizer
+from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -310,7 +310,7 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
         for i, parameter in enumerate(group["params"]):
             if isinstance(parameter, DTensor):
                 local = torch.nn.Parameter(parameter.to_local())
-                setattr(local, FULL_PARAMETER, parameter)  # by which its state is saved under its name
+                setattr(parameter, STEPPED_SHARD, local)  # by which its state is saved under its name
                 pairs.append((parameter, local))
                 group["params"][i] = local
 

@@ -1,71 +1,60 @@
-"""One full parameter at a time, whatever engine holds it."""
+"""One full parameter at a time, whichever engine holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gearbox.distributed.sharded_state import Gather, alone, is_zero_parameter, persistent_buffers, resharded_parameters
+from gearbox.distributed.sharded_state import persistent_buffers, shard_of
+from gearbox.distributed.unwrap import resharded_parameters
+from gearbox.world import World
 
 
 def iter_full_parameters(
-    accelerator: Any,
-    bare: torch.nn.Module,
+    model: torch.nn.Module,
+    world: World,
+    device: torch.device,
     only_trainable: bool,
-    beside: Container[str] = (),
-    gather: Gather = alone,
+    also: Container[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole tensor of each parameter, on the CPU, one at a time; yields on rank 0, gathers on all.
+    """Yield name and full tensor of each parameter and persistent buffer, on the CPU, one at a time, on rank 0.
 
-    With only_trainable the frozen ones come where `beside` names them. Trained ones come in their fp32 masters.
-    Persistent buffers come along. Every rank must run it to its end.
+    Trained parameters are fp32 masters. With `only_trainable`, frozen ones come only if `also` names them. All ranks
+    gather: each must exhaust the iterator. `device` is where tensors of other ranks are received.
     """
-    everything = [*resharded_parameters(bare), *persistent_buffers(bare)]
-    wanted = [(name, p) for name, p in everything if p.requires_grad or not only_trainable or name in beside]
-    for name, parameter in wanted:
-        if isinstance(parameter, DTensor):
-            whole = parameter.full_tensor()
-        elif is_zero_parameter(parameter) and parameter.requires_grad:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            whole = safe_get_full_fp32_param(parameter)
-        elif hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                whole = parameter.data.clone() if accelerator.is_main_process else parameter.data
-        else:
-            whole = parameter
-        if accelerator.is_main_process:
-            yield name, whole.detach().cpu().clone()
-    yield from _of_other_ranks(accelerator, dict(wanted), gather)
+    tensors = [*resharded_parameters(model), *persistent_buffers(model)]
+    wanted = [(name, t) for name, t in tensors if t.requires_grad or not only_trainable or name in also]
+    for name, tensor in wanted:
+        full = shard_of(name, tensor).full()
+        if world.rank == 0:
+            yield name, full.detach().cpu().clone()
+    yield from _from_other_ranks(dict(wanted), world, device)
 
 
-def _of_other_ranks(
-    accelerator: Any, wanted: dict[str, torch.Tensor], gather: Gather
+def _from_other_ranks(
+    wanted: dict[str, torch.Tensor], world: World, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank 0 does not hold, the later stages of a pipeline, each sent by the first rank that does."""
-    everywhere = gather([(name, parameter.shape, parameter.dtype) for name, parameter in wanted.items()])
-    seen = {name for name, *_ in everywhere[0]}
-    for holder, held_there in enumerate(everywhere[1:], start=1):
-        for name, shape, dtype in held_there:
+    """Yield on rank 0 what it does not hold: the later stages of a pipeline, sent by the first rank of each."""
+    wanted_by_rank = world.gather([(name, tensor.shape, tensor.dtype) for name, tensor in wanted.items()])
+    seen = {name for name, *_ in wanted_by_rank[0]}
+    for holder, wanted_there in enumerate(wanted_by_rank[1:], start=1):
+        for name, shape, dtype in wanted_there:
             if name in seen:
                 continue
             seen.add(name)
-            if accelerator.process_index == holder:
+            if world.rank == holder:
                 torch.distributed.send(wanted[name].detach().contiguous(), 0)
-            elif accelerator.is_main_process:
-                received = torch.empty(shape, dtype=dtype, device=accelerator.device)
+            elif world.rank == 0:
+                received = torch.empty(shape, dtype=dtype, device=device)
                 torch.distributed.recv(received, holder)
                 yield name, received.cpu()
 
 
 @torch.no_grad()
-def copy_full_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Give a parameter, or the part of it that this rank holds, its values out of the whole tensor, before prepare."""
+def copy_full_(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a full tensor into a parameter, or this rank's shard of it into a sharded one, before `prepare`."""
     if isinstance(parameter, DTensor):
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(whole)
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

@@ -1,321 +1,400 @@
-"""A run's tensors by parameter name, whichever engine holds them: what this rank has, and putting it back.
+"""A run's parameters and optimizer state by name, whichever engine holds them: what this rank has, and restoring it.
 
-With `backend`, `verification` and `gear`, the only module that may name an engine. An engine cuts a flattened tensor
-into runs of elements, or (tensor parallelism) a tensor into boxes; a saved part fits any other cut. Nothing here
-communicates but `whole_parameters` and what is given `gather`, which every rank must call.
+An engine shards a tensor in one of two ways: as ranges of the flattened tensor, or (tensor parallelism) as blocks. A
+saved shard fits any other sharding. Only what is given a `world`, and `full`, communicates: every rank must call it.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from gearbox.checkpoint.shards import ShardReader, TensorShard
-from gearbox.distributed.unwrap import FULL_PARAMETER, unwrap_optimizer
+from gearbox.checkpoint.shards import Scalar, ShardReader, TensorShard, scalars_from_json, scalars_to_json
+from gearbox.distributed.unwrap import STEPPED_SHARD, resharded_parameters, unwrap_optimizer
 from gearbox.errors import UserError
+from gearbox.world import World
 
-Gather = Callable[[Any], list[Any]]
-
-
-def alone(found: Any) -> list[Any]:
-    """As `backend.gather`, of one rank."""
-    return [found]
+T = TypeVar("T")
 
 
-def local_bytes(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the parameters that this rank holds between steps, and of all shards together."""
-    held = whole = 0
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            local, numel = parameter.to_local().numel(), parameter.numel()
-        elif hasattr(parameter, "ds_tensor"):
-            local, numel = parameter.ds_tensor.numel(), parameter.ds_numel
+@dataclass(frozen=True)
+class ParameterShard(ABC):
+    """What this rank holds of one parameter, and of its optimizer state. Each way to shard has its class."""
+
+    name: str
+    parameter: Any  # a tensor; under ZeRO one with attributes of DeepSpeed's
+
+    @property
+    def full_shape(self) -> list[int]:
+        """Shape of the full parameter."""
+        return list(self.parameter.shape)
+
+    @property
+    def local_numel(self) -> int:
+        """Number of elements that this rank holds between steps, with padding."""
+        return int(self.parameter.numel())
+
+    @property
+    @abstractmethod
+    def master_itemsize(self) -> int:
+        """Bytes of an element of the master, which the optimizer updates."""
+
+    @abstractmethod
+    def local(self) -> TensorShard | None:
+        """Return this rank's shard of the master, without padding; None, or an empty one, where it has none."""
+
+    @abstractmethod
+    def full(self) -> torch.Tensor:
+        """Return the full master, or the full frozen parameter, gathered from all ranks."""
+
+    @abstractmethod
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return by kind the tensors that the unwrapped optimizer keeps for the local shard."""
+
+    @abstractmethod
+    def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
+        """Return by kind the numbers that the unwrapped optimizer keeps for the parameter."""
+
+    def set(self, shard: TensorShard, value: torch.Tensor) -> None:
+        """Write saved values into the local shard, or into one of the optimizer's state for it."""
+        shard.tensor.copy_(value)
+
+
+class TorchShard(ParameterShard):
+    """A plain tensor, which this rank holds in full, or a DTensor (FSDP2, tensor parallelism): its own master."""
+
+    parameter: torch.Tensor
+
+    @property
+    def local_numel(self) -> int:
+        """Number of elements that this rank holds."""
+        return (self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter).numel()
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.parameter.element_size()
+
+    def local(self) -> TensorShard:
+        """Return a view of the parameter, or of this rank's shard of it."""
+        if not isinstance(self.parameter, DTensor):
+            return TensorShard("parameter", self.name, 0, self.parameter.detach().view(-1))
+        local = self.parameter.to_local().detach()
+        offsets = _offsets(self.parameter, local)
+        row_shape = self.parameter.shape[1:]
+        if local.shape[1:] != row_shape:
+            return TensorShard("parameter", self.name, offsets, local)
+        start = offsets[0] * math.prod(row_shape) if local.numel() else 0
+        return TensorShard("parameter", self.name, start, local.view(-1))
+
+    def full(self) -> torch.Tensor:
+        """Return the parameter, gathered where it is sharded."""
+        return self.parameter.full_tensor() if isinstance(self.parameter, DTensor) else self.parameter
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return by kind what the optimizer keeps for the parameter, or for what it steps in its place."""
+        tensors = _tensors(optimizer.state.get(_stepped(self.parameter), {}))
+        return {kind: t.to_local() if isinstance(t, DTensor) else t for kind, t in tensors.items()}
+
+    def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
+        """Return by kind the numbers that the optimizer keeps for the parameter."""
+        return scalars_to_json(optimizer.state.get(_stepped(self.parameter), {}))
+
+
+class _ZeroShard(ParameterShard):
+    """A parameter of DeepSpeed's, whose fp32 master is in flat partitions."""
+
+    master_itemsize = 4
+
+    def full(self) -> torch.Tensor:
+        """Return the full master, or the full frozen parameter of ZeRO-3, gathered."""
+        import deepspeed
+
+        full: torch.Tensor
+        if self.parameter.requires_grad:
+            full = deepspeed.utils.safe_get_full_fp32_param(self.parameter)
         else:
-            local = numel = parameter.numel()
-        held += local * parameter.element_size()
-        whole += numel * parameter.element_size()
-    return held, whole
+            with deepspeed.zero.GatheredParameters([self.parameter]):
+                full = self.parameter.data.clone()
+        return full
+
+    def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
+        """Return by kind the numbers that the optimizer keeps, equal for all partitions."""
+        return next(map(scalars_to_json, optimizer.state.values()), {})
 
 
-def resharded_parameters(bare: torch.nn.Module) -> list[tuple[str, Any]]:
-    """As the optimizer knows them. After a forward pass alone FSDP2 leaves the outermost ones gathered."""
-    for module in bare.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return list(bare.named_parameters())
+class Zero12Shard(_ZeroShard):
+    """A parameter of ZeRO-1 or 2: each rank has it in full, and at most a fragment of its master."""
+
+    def local(self) -> TensorShard | None:
+        """Return a view of the fragment; None where it is on other ranks."""
+        mapping = self.parameter._hp_mapping
+        if mapping is None:
+            return None
+        return TensorShard("parameter", self.name, mapping.lp_fragment_address.start, mapping.hp_fragment)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return by kind the fragment's range of what the optimizer keeps for the partition."""
+        # Not the mapping's own fragments: they are linked when the first group has its state and no other has.
+        mapping = self.parameter._hp_mapping
+        (partition,) = optimizer.param_groups[mapping.param_group_index]["params"]
+        address = mapping.hp_fragment_address
+        tensors = _tensors(optimizer.state.get(partition, {}))
+        return {kind: tensor.narrow(0, address.start, address.numel) for kind, tensor in tensors.items()}
+
+    def set_weights(self, full: torch.Tensor) -> None:
+        """Copy flattened values into the weights of the forward pass, which are not the master."""
+        self.parameter.data.copy_(full.view(self.parameter.shape))
 
 
-def persistent_buffers(bare: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The persistent ones."""
-    kept = set(bare.state_dict(keep_vars=True)) - {name for name, _ in bare.named_parameters()}
-    return [(name, buffer) for name, buffer in bare.named_buffers() if name in kept]
+class Zero3Shard(_ZeroShard):
+    """A parameter of ZeRO-3: each rank has an equal range of it, padded, and the same range of its master."""
 
+    @property
+    def full_shape(self) -> list[int]:
+        """Shape of the full parameter."""
+        return list(self.parameter.ds_shape)
 
-def is_zero_parameter(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+    @property
+    def local_numel(self) -> int:
+        """Number of elements that this rank holds, with padding."""
+        return int(self.parameter.ds_tensor.numel())
 
-
-def full_shapes(bare: torch.nn.Module, gather: Gather = alone) -> dict[str, list[int]]:
-    """Of each trained parameter, whole, whichever rank holds it."""
-    trained = {name: p for name, p in resharded_parameters(bare) if p.requires_grad}
-    return _merged(gather({name: list(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}))
-
-
-def _merged(found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in found for name, value in part.items()}
-
-
-def checkpoint_bytes(bare: torch.nn.Module, optimizer: Any, gather: Gather = alone) -> int:
-    """Of a whole checkpoint: the master and two moments of each trained parameter."""
-    eight_bits = getattr(getattr(unwrap_optimizer(optimizer), "args", None), "optim_bits", 32) == 8
-    sizes = {}
-    for name, parameter in resharded_parameters(bare):
-        if parameter.requires_grad:
-            master = 4 if is_zero_parameter(parameter) else parameter.element_size()
-            moments = 2 if eight_bits else 2 * master
-            sizes[name] = getattr(parameter, "ds_numel", parameter.numel()) * (master + moments)
-    return sum(_merged(gather(sizes)).values())
-
-
-def local_shards(bare: torch.nn.Module, optimizer: Any, rank: int, gather: Gather = alone) -> list[TensorShard]:
-    """What this rank writes: its parts of all trained parameters and their optimizer state, and none twice.
-
-    What several ranks hold is written by the one of them that has least to write so far. Every rank calls it.
-    """
-    parts = {pieces[0].key: pieces for pieces in _shards_by_parameter(bare, optimizer)}
-    everywhere = gather({key: sum(piece.tensor.nbytes for piece in pieces) for key, pieces in parts.items()})
-    holders: dict[str, list[int]] = defaultdict(list)
-    for holder, sizes in enumerate(everywhere):
-        for key in sizes:
-            holders[key].append(holder)
-    load = [0] * len(everywhere)
-    mine: list[TensorShard] = []
-    for key, holding in holders.items():
-        writer = min(holding, key=lambda holder: load[holder])
-        load[writer] += everywhere[writer][key]
-        if writer == rank:
-            mine += parts[key]
-    return mine
-
-
-def _shards_by_parameter(bare: torch.nn.Module, optimizer: Any) -> Iterator[list[TensorShard]]:
-    """Of each trained parameter what this rank holds: itself, and what the optimizer keeps for it. Buffers alone."""
-    state = _states(bare, optimizer)
-    for name, parameter in resharded_parameters(bare):
-        if not parameter.requires_grad:
-            continue
-        start, local = _local_shard(parameter)
-        if local is not None and local.numel():
-            pieces = [TensorShard("parameter", name, start, local)]
-            for key, tensor in state(name, parameter).items():
-                if isinstance(tensor, torch.Tensor) and tensor.dim():
-                    pieces.append(_piece_of_state(key, name, start, local, tensor))
-            yield pieces
-    if all(p.requires_grad for p in bare.parameters()):  # else they belong to a frozen base
-        for name, buffer in persistent_buffers(bare):
-            yield [TensorShard("buffer", name, 0, buffer.detach().reshape(-1))]
-
-
-def _piece_of_state(
-    key: str, name: str, start: int | tuple[int, ...], local: torch.Tensor, tensor: torch.Tensor
-) -> TensorShard:
-    """Element by element it is cut like its parameter; else (8 bits, scales of blocks) only this cut reads it."""
-    if tensor.numel() == local.numel() and tensor.is_floating_point():
-        return TensorShard(key, name, start, tensor.view(local.shape))
-    return TensorShard(f"{key}@{start}+{local.numel()}", name, 0, tensor.reshape(-1))
-
-
-def _local_shard(parameter: Any) -> tuple[int | tuple[int, ...], torch.Tensor | None]:
-    """This rank's part of a parameter's master, None where it has no part.
-
-    A run of the flattened tensor: its first element and [n]; a box: the place of its first corner, and the box.
-    """
-    if isinstance(parameter, DTensor):
-        local = parameter.detach().to_local()
-        corner = _offsets(parameter, local)
-        if local.shape[1:] == parameter.shape[1:]:  # whole rows
-            return (corner[0] * math.prod(parameter.shape[1:]) if local.numel() else 0), local.view(-1)
-        return corner, local
-    if hasattr(parameter, "ds_id"):
+    def local(self) -> TensorShard:
+        """Return this rank's range of the master."""
         from deepspeed.utils import safe_get_local_fp32_param
 
-        start, numel = _zero3_range(parameter)
-        return start, safe_get_local_fp32_param(parameter)[:numel]
-    if hasattr(parameter, "_hp_mapping"):
-        mapping = parameter._hp_mapping
-        return (0, None) if mapping is None else (mapping.lp_fragment_address.start, mapping.hp_fragment)
-    return 0, parameter.detach().view(-1)
+        start, numel = self._range()
+        return TensorShard("parameter", self.name, start, safe_get_local_fp32_param(self.parameter)[:numel])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return by kind this rank's range of what the optimizer keeps."""
+        from deepspeed.utils import safe_get_local_optimizer_state
+
+        kinds = next((state.keys() for state in optimizer.state.values()), ())
+        numel = self._range()[1]
+        state = {kind: safe_get_local_optimizer_state(self.parameter, kind)[:numel] for kind in kinds if kind != "step"}
+        return _tensors(state)
+
+    def set(self, shard: TensorShard, value: torch.Tensor) -> None:
+        """Set the master and the copy that is trained, or the optimizer's state, padded as DeepSpeed pads them."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        padded = torch.zeros(self.parameter.partition_numel(), dtype=value.dtype)
+        padded[: len(value)] = value
+        if shard.kind == "parameter":
+            safe_set_local_fp32_param(self.parameter, padded)
+            self.parameter.ds_tensor.data.copy_(padded)
+        else:
+            safe_set_local_optimizer_state(self.parameter, padded, shard.kind)
+
+    def _range(self) -> tuple[int, int]:
+        """Return the first element and the length of this rank's range, without the padding."""
+        size = self.parameter.partition_numel()
+        start = size * torch.distributed.get_rank(self.parameter.ds_process_group)
+        return start, max(0, min(size, self.parameter.ds_numel - start))
+
+
+def shard_of(name: str, parameter: torch.Tensor) -> ParameterShard:
+    """Return what this rank holds of a parameter, or of a buffer, by the way it is sharded."""
+    if hasattr(parameter, "ds_id"):
+        return Zero3Shard(name, parameter)
+    return Zero12Shard(name, parameter) if hasattr(parameter, "_hp_mapping") else TorchShard(name, parameter)
 
 
 def _offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in each dimension."""
+    """Return where this rank's shard begins in each dimension."""
     mesh = parameter.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None
-    corner, lengths = [0] * parameter.dim(), list(parameter.shape)
-    cuts = [
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    offsets, lengths = [0] * parameter.dim(), list(parameter.shape)
+    sharded = [
         (type(placement).__name__, dim % parameter.dim(), i)
         for i, placement in enumerate(parameter.placements)
         if (dim := getattr(placement, "dim", None)) is not None
     ]
-    # A dimension cut twice was cut by tp first, though the mesh names it last; torch calls the other cut strided.
-    for _, dim, i in sorted(cuts):
+    # A dimension sharded twice was sharded by tp first, though the mesh names it last; torch calls the other strided.
+    for _, dim, i in sorted(sharded):
         size = -(-lengths[dim] // mesh.size(i))
-        first = min(place[i] * size, lengths[dim])
-        corner[dim] += first
+        first = min(coordinate[i] * size, lengths[dim])
+        offsets[dim] += first
         lengths[dim] = min(size, lengths[dim] - first)
     assert lengths == list(local.shape), (parameter.placements, lengths, local.shape)
-    return tuple(corner)
+    return tuple(offsets)
 
 
-def _zero3_range(parameter: Any) -> tuple[int, int]:
-    """First element and length of this rank's part, without the padding."""
-    size = parameter.partition_numel()
-    start = size * torch.distributed.get_rank(parameter.ds_process_group)
-    return start, max(0, min(size, parameter.ds_numel - start))
+def _stepped(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what the optimizer steps: the parameter, or this rank's shard in its place."""
+    stepped: torch.Tensor = getattr(parameter, STEPPED_SHARD, parameter)
+    return stepped
 
 
-def _states(bare: torch.nn.Module, optimizer: Any) -> Any:
-    """A function from (name, parameter) to what the optimizer keeps for this rank's part of it."""
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {kind: value for kind, value in state.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers that are part of the state dict."""
+    kept = set(model.state_dict(keep_vars=True)) - {name for name, _ in model.named_parameters()}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def _trained_shards(model: nn.Module) -> list[ParameterShard]:
+    return [shard_of(name, p) for name, p in resharded_parameters(model) if p.requires_grad]
+
+
+def full_shapes(model: nn.Module, world: World) -> dict[str, list[int]]:
+    """Return the full shape of each trained parameter, whichever rank holds it."""
+    return _merged(world.gather({shard.name: shard.full_shape for shard in _trained_shards(model)}))
+
+
+def _merged(by_rank: list[dict[str, T]]) -> dict[str, T]:
+    return {name: value for of_rank in by_rank for name, value in of_rank.items()}
+
+
+def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> int:
+    """Return the bytes of a complete checkpoint: the master and two moments of each trained parameter."""
+    eight_bits = getattr(getattr(unwrap_optimizer(optimizer), "args", None), "optim_bits", 32) == 8
+    sizes = {}
+    for shard in _trained_shards(model):
+        moments = 2 if eight_bits else 2 * shard.master_itemsize
+        sizes[shard.name] = math.prod(shard.full_shape) * (shard.master_itemsize + moments)
+    return sum(_merged(world.gather(sizes)).values())
+
+
+def scalars(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, dict[str, Scalar]]:
+    """Return by parameter the numbers that the optimizer keeps, such as AdamW's count of steps; equal on all ranks."""
     base = unwrap_optimizer(optimizer)
-    by_parameter = {id(getattr(p, FULL_PARAMETER, p)): p for group in base.param_groups for p in group["params"]}
-
-    def state(name: str, parameter: Any) -> dict[str, Any]:
-        if hasattr(parameter, "ds_id"):
-            from deepspeed.utils import safe_get_local_optimizer_state
-
-            keys = next((kept.keys() for kept in base.state.values()), ())
-            numel = _zero3_range(parameter)[1]
-            return {key: safe_get_local_optimizer_state(parameter, key)[:numel] for key in keys if key != "step"}
-        if hasattr(parameter, "_hp_mapping"):
-            # Not the mapping's own fragments: they are linked when the first group has its state and no other has.
-            mapping = parameter._hp_mapping
-            (flat,) = base.param_groups[mapping.param_group_index]["params"]
-            place = (0, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
-            kept = base.state.get(flat, {})
-            return {key: t.narrow(*place) for key, t in kept.items() if isinstance(t, torch.Tensor) and t.dim()}
-        kept = base.state.get(by_parameter[id(parameter)], {})
-        return {key: t.to_local() if isinstance(t, DTensor) else t for key, t in kept.items()}
-
-    return state
+    found = {shard.name: numbers for shard in _trained_shards(model) if (numbers := shard.scalars(base))}
+    return _merged(world.gather(found))
 
 
-def scalars(bare: torch.nn.Module, optimizer: Any, gather: Gather = alone) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of a parameter beside tensors: AdamW's count of steps. Equal on all ranks."""
+def local_shards(model: nn.Module, optimizer: Optimizer, world: World) -> list[TensorShard]:
+    """Return what this rank writes: its shards of all trained parameters and of their optimizer state, none twice.
+
+    What several ranks hold is written by the one of them that has least to write so far.
+    """
     base = unwrap_optimizer(optimizer)
-    names = {id(p): name for name, p in resharded_parameters(bare) if p.requires_grad}
-    if any(map(is_zero_parameter, bare.parameters())):  # one for all parameters
-        common = next((_scalars_of(kept) for kept in base.state.values()), {})
-        return dict.fromkeys(names.values(), common) if common else {}
-    found = {names[id(getattr(p, FULL_PARAMETER, p))]: _scalars_of(kept) for p, kept in base.state.items()}
-    return _merged(gather({name: kept for name, kept in found.items() if kept}))
+    groups = [*(_with_state(shard, base) for shard in _trained_shards(model)), *([b] for b in _buffer_shards(model))]
+    local = {shards[0].key: shards for shards in groups if shards}
+    sizes_by_rank = world.gather({key: sum(s.tensor.nbytes for s in shards) for key, shards in local.items()})
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, sizes in enumerate(sizes_by_rank):
+        for key in sizes:
+            holders[key].append(rank)
+    load = [0] * len(sizes_by_rank)
+    written: list[TensorShard] = []
+    for key, ranks in holders.items():
+        writer = min(ranks, key=lambda rank: load[rank])
+        load[writer] += sizes_by_rank[writer][key]
+        if writer == world.rank:
+            written += local[key]
+    return written
 
 
-def _scalars_of(kept: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as they are; tensors without a dimension as {dtype: number}."""
-    found: dict[str, Any] = {}
-    for key, value in kept.items():
-        if isinstance(value, torch.Tensor) and not value.dim():
-            found[key] = {str(value.dtype).removeprefix("torch."): value.item()}
-        elif isinstance(value, int | float):
-            found[key] = value
-    return found
+def _with_state(parameter: ParameterShard, optimizer: Optimizer) -> list[TensorShard]:
+    """Return this rank's shard of a parameter and of what the optimizer keeps for it; nothing where it has none."""
+    local = parameter.local()
+    if local is None or not local.tensor.numel():
+        return []
+    state = parameter.optimizer_state(optimizer)
+    return [local, *(_state_shard(kind, local, tensor) for kind, tensor in state.items())]
 
 
-def _scalar(saved: Any) -> Any:
-    if isinstance(saved, dict):
-        ((dtype, value),) = saved.items()
-        return torch.tensor(value, dtype=getattr(torch, dtype))
-    return saved
+def _state_shard(kind: str, local: TensorShard, tensor: torch.Tensor) -> TensorShard:
+    """Return a tensor of the optimizer's state as a shard.
+
+    An elementwise one is sharded like its parameter. Any other (8 bits, scales of blocks) fits only this sharding.
+    """
+    if tensor.numel() == local.tensor.numel() and tensor.is_floating_point():
+        return TensorShard(kind, local.name, local.start, tensor.view(local.tensor.shape))
+    return TensorShard(f"{kind}@{local.start}+{local.tensor.numel()}", local.name, 0, tensor.reshape(-1))
+
+
+def _buffer_shards(model: nn.Module) -> Iterator[TensorShard]:
+    if all(p.requires_grad for p in model.parameters()):  # else they belong to a frozen base
+        for name, buffer in persistent_buffers(model):
+            yield TensorShard("buffer", name, 0, buffer.detach().reshape(-1))
 
 
 @torch.no_grad()
 def restore(
-    bare: torch.nn.Module, engine: Any, optimizer: Any, saved: ShardReader, written_by: str, gather: Gather = alone
+    model: nn.Module, engine_model: nn.Module, optimizer: Optimizer, reader: ShardReader, written_by: str, world: World
 ) -> None:
     """Give each trained parameter and its optimizer state the saved values, before the first forward pass.
 
-    `engine` is the wrapped model. Raises UserError where the checkpoint is of another model, or where the optimizer's
-    state fits only the gear and ranks that `written_by` names.
+    `engine_model` is the wrapped model. Raises UserError where the checkpoint is of another model, or where the
+    optimizer's state fits only the gear and ranks that `written_by` names.
     """
-    ours = full_shapes(bare, gather)
-    if ours != saved.shapes:
-        odd = sorted(name for name in {*ours, *saved.shapes} if ours.get(name) != saved.shapes.get(name))
-        raise UserError(
-            f"{saved.folder}: holds another model: {len(odd)} parameters differ, such as {odd[0]}: "
-            f"{saved.shapes.get(odd[0], 'missing')} there, {ours.get(odd[0], 'missing')} here"
-        )
-    parameters = dict(resharded_parameters(bare))
-    is_zero = any(map(is_zero_parameter, parameters.values()))
+    _check_shapes(full_shapes(model, world), reader)
+    parameters = _trained_shards(model)
     refusal = UserError(
-        f"{saved.folder}: this optimizer's state cannot be cut anew for this gear; go on with it under {written_by}"
+        f"{reader.folder}: this optimizer's state cannot be cut anew for this gear; go on with it under {written_by}"
     )
-    if is_zero and not _make_zero_state(engine.optimizer, optimizer, saved):
+    if not any(isinstance(parameter, Zero12Shard | Zero3Shard) for parameter in parameters):
+        _make_state(model, optimizer, reader)
+    elif not _make_zero_state(engine_model, optimizer, reader):
         raise refusal
-    if not is_zero:
-        _make_state(bare, optimizer, saved)
-    for pieces in _shards_by_parameter(bare, optimizer):
-        for piece in pieces:
-            if piece.kind not in ("parameter", "buffer", *saved.kinds(piece.name)):
+    for parameter in parameters:
+        for shard in _with_state(parameter, unwrap_optimizer(optimizer)):
+            if shard.kind not in ("parameter", *reader.kinds(shard.name)):
                 raise refusal
-            value = saved.read_shard(piece)
-            if hasattr(parameters.get(piece.name), "ds_id"):
-                _set_zero3(parameters[piece.name], piece.kind, value)
-            else:
-                piece.tensor.copy_(value)
-    for name, parameter in parameters.items():
-        if parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
-            # Only the masters were set; the weights of the next forward pass are another copy, whole on each rank.
-            parameter.data.copy_(saved.read("parameter", name).view(parameter.shape))
+            parameter.set(shard, reader.read_shard(shard))
+    for buffer in _buffer_shards(model):
+        buffer.tensor.copy_(reader.read_shard(buffer))
+    for parameter in parameters:
+        if isinstance(parameter, Zero12Shard):
+            parameter.set_weights(reader.read("parameter", parameter.name))
 
 
-def _make_state(bare: torch.nn.Module, optimizer: Any, saved: ShardReader) -> None:
-    """What the optimizer would make at its first step, to be filled."""
+def _check_shapes(shapes: dict[str, list[int]], reader: ShardReader) -> None:
+    if shapes != reader.shapes:
+        odd = sorted(name for name in {*shapes, *reader.shapes} if shapes.get(name) != reader.shapes.get(name))
+        raise UserError(
+            f"{reader.folder}: holds another model: {len(odd)} parameters differ, such as {odd[0]}: "
+            f"{reader.shapes.get(odd[0], 'missing')} there, {shapes.get(odd[0], 'missing')} here"
+        )
+
+
+def _make_state(model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> None:
+    """Make what the optimizer would make at its first step, to be filled."""
     base = unwrap_optimizer(optimizer)
-    names = {id(parameter): name for name, parameter in resharded_parameters(bare)}
+    names = {id(_stepped(parameter)): name for name, parameter in resharded_parameters(model)}
     for i, group in enumerate(base.param_groups):
         for j, parameter in enumerate(group["params"]):
-            name = names[id(getattr(parameter, FULL_PARAMETER, parameter))]
-            kinds = saved.kinds(name)
+            name = names[id(parameter)]
+            kinds = reader.kinds(name)
             if not kinds:
                 continue
             if hasattr(base, "init_state"):  # bitsandbytes': 8 bits and their scales, paged or not
                 base.init_state(group, parameter, i, j)
             else:
                 base.state[parameter].update({kind: torch.zeros_like(parameter) for kind in kinds})
-            base.state[parameter].update({key: _scalar(kept) for key, kept in saved.scalars.get(name, {}).items()})
+            base.state[parameter].update(scalars_from_json(reader.scalars.get(name, {})))
 
 
-def _make_zero_state(zero: Any, optimizer: Any, saved: ShardReader) -> bool:
-    """The same for DeepSpeed's flat partitions, one count of steps for each; False where the saved do not agree."""
+def _make_zero_state(engine_model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> bool:
+    """Make it for DeepSpeed's flat partitions; return False where the saved state does not fit them.
+
+    A partition holds many parameters, and has one count of steps.
+    """
     base = unwrap_optimizer(optimizer)
-    kinds = {kind for name in saved.shapes for kind in saved.kinds(name)}
-    counts = [saved.scalars.get(name, {}) for name in saved.shapes]
-    if any(count != counts[0] for count in counts) or any("@" in kind for kind in kinds):
+    kinds = dict.fromkeys(kind for name in reader.shapes for kind in reader.kinds(name))
+    scalars = [reader.scalars.get(name, {}) for name in reader.shapes]
+    if any(numbers != scalars[0] for numbers in scalars) or any("@" in kind for kind in kinds):
         return False
     if kinds:
-        made = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes': paged, if it is
-        flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-        for flat in flats or [p for group in base.param_groups for p in group["params"]]:
-            base.state[flat].update({kind: made(flat) for kind in kinds})
-            base.state[flat].update({key: _scalar(kept) for key, kept in counts[0].items()})
+        make = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes': paged, if it is
+        partitions = getattr(engine_model.optimizer, "fp32_partitioned_groups_flat", None)
+        for partition in partitions or [p for group in base.param_groups for p in group["params"]]:
+            base.state[partition] |= {kind: make(partition) for kind in kinds} | scalars_from_json(scalars[0])
     return True
-
-
-def _set_zero3(parameter: Any, kind: str, value: torch.Tensor) -> None:
-    """Set this rank's part of the master or of its state, padded as DeepSpeed pads it, and the copy that it trains."""
-    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-    part = torch.zeros(parameter.partition_numel(), dtype=value.dtype)
-    part[: len(value)] = value
-    if kind == "parameter":
-        safe_set_local_fp32_param(parameter, part)
-        parameter.ds_tensor.data.copy_(part)
-    else:
-        safe_set_local_optimizer_state(parameter, part, kind)

@@ -1,24 +1,39 @@
-"""What lies below accelerate's, DeepSpeed's and PEFT's wrappers."""
+"""What is below accelerate's, DeepSpeed's, FSDP2's and PEFT's wrappers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+STEPPED_SHARD = "stepped_shard"
+"""The attribute of a parameter that names what the optimizer steps in its place: this rank's shard of it."""
 
 
-def without_adapter(model: Any) -> Any:
-    """Below an adapter."""
+def without_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the model below an adapter, or the model itself where it has none."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-FULL_PARAMETER = (
-    "whole"  # where a parameter of an optimizer is only this rank's part of one: the attribute that names it
-)
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """Under accelerate's wrapper and DeepSpeed's."""
-    while hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer below accelerate's wrapper and DeepSpeed's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
     return optimizer
+
+
+def resharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters as the optimizer knows them.
+
+    After a forward pass without a backward pass FSDP2 leaves the outermost ones gathered.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return list(model.named_parameters())

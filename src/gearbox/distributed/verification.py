@@ -2,163 +2,240 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gearbox.config.gear import Gear
 from gearbox.config.recipe import Recipe
-from gearbox.distributed import process_group
-from gearbox.distributed.engine import precision
+from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
-from gearbox.distributed.sharded_state import local_bytes
+from gearbox.distributed.sharded_state import shard_of
 from gearbox.errors import UserError
+from gearbox.world import World
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What runs, verified."""
+
+    engine: str
+    """Such as: FSDP2, tp 2."""
+    precision: str
+    """fp32 or bf16"""
+    accumulation_steps: int
+    lines: dict[str, str]
+    """All facts by name, in the order in which they are shown."""
+
+
+class _Fact(NamedTuple):
+    requested: object
+    running: object
 
 
 def verify(
-    accelerator: Accelerator, model: Any, optimizer: Any, gear: Gear, recipe: Recipe, accumulation: int
-) -> dict[str, str]:
-    """Hold what runs against what was asked. Returns the facts for the log; raises UserError at any difference."""
-    engine = _running_engine(model)
-    if engine != _requested_engine(gear):  # the other facts are read off the engine
-        raise _mismatch(gear, [f"engine: asked for {_requested_engine(gear)}, running {engine}"])
-    facts: dict[str, tuple[Any, Any]] = {
-        "ranks": (gear.num_processes, accelerator.num_processes),
-        "engine": (engine, engine),
-        "precision": (precision(gear), _running_precision(accelerator, model, gear)),
-        "accumulation": (accumulation, accelerator.gradient_accumulation_steps),
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    gear: Gear,
+    recipe: Recipe,
+    accumulation_steps: int,
+) -> EngineFacts:
+    """Compare what runs with what was asked for, and return it. Raises UserError at any difference."""
+    name = _running_engine(model)
+    if name != _requested_engine(gear):  # the other facts are read off the engine
+        raise _mismatch(gear, [f"engine: asked for {_requested_engine(gear)}, running {name}"])
+    running_steps = _running_accumulation_steps(accelerator, model, gear)
+    facts = {
+        "ranks": _Fact(gear.num_processes, accelerator.num_processes),
+        "engine": _Fact(name, name),
+        "precision": _Fact(engine.precision(gear), _running_precision(accelerator, model, gear)),
+        "accumulation": _Fact(accumulation_steps, running_steps),
+        **_gradient_facts(model, gear, recipe),
     }
-    if gear.engine == "zero":
-        facts["clip"] = (float(recipe.optim.max_grad_norm), float(model.gradient_clipping()))
-        facts["accumulation"] = (accumulation, model.gradient_accumulation_steps())
-        if precision(gear) == "bf16":
-            facts["gradients in"] = (torch.float32, model.communication_data_type)
-            facts["gradients kept in"] = (torch.float32, model.get_data_types()[1])
-    elif gear.engine == "fsdp":
-        facts["gradients in"] = (torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)
     if recipe.optim.master_weights == "fp32":
-        facts["masters in"] = ({torch.float32}, _master_dtypes(model, gear, optimizer))
-    wrong = [f"{name}: asked for {asked}, running {found}" for name, (asked, found) in facts.items() if asked != found]
-    held, whole = local_bytes(model.parameters())
-    trained, _ = local_bytes(p for p in model.parameters() if p.requires_grad)
-    if gear.engine in ("fsdp", "tp") or gear.zero_stage == 3:
-        share, ideal = held / whole, 1 / (gear.shard * gear.degree("tp"))
-        # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
-        if share > ideal * 1.1 + 0.02:
-            wrong.append(f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}")
-    if gear.zero_stage in (1, 2):
-        # The partitions that the optimizer updates, padded to whole buffers.
-        kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if kept > trainable / gear.num_processes * 1.1 + 1000:
-            wrong.append(f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights")
-    if gear.engine == "pp":
-        stages, whole = _stages(model)
+        facts["masters in"] = _Fact({torch.float32}, _master_dtypes(model, gear, optimizer))
+    problems = [f"{name}: asked for {f.requested}, running {f.running}" for name, f in facts.items() if f[0] != f[1]]
+    problems += _sharding_problems(model, optimizer, gear)
+    lines = {name: _format(fact.running) for name, fact in facts.items()}
+    local, full = _local_and_full_bytes(model.named_parameters())
+    if isinstance(model, Pipeline):
+        stages, full = _gather_stages(model, process_group.ProcessGroup())
         if len({*stages}) != gear.degree("pp"):
-            wrong.append(f"stages: asked for {gear.degree('pp')}, running {stages}")
-        facts["stages"] = ("layers " + ", ".join(dict.fromkeys(stages)),) * 2
-        share = model.bubble(accumulation)
-        facts["bubble"] = (f"(p-1)/(m+p-1) = {share:.0%} of a step idle, if all stages are as fast",) * 2
-    if wrong:
-        raise _mismatch(gear, wrong)
-    shown = {name: _name(found) for name, (_, found) in facts.items()}
-    parameters = f"{held / 2**20:,.1f} of {whole / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
-    return shown | {"parameters on this rank": parameters}
-
-
-def _stages(model: Pipeline) -> tuple[list[str], int]:
-    """The layers of each rank's stage, and the bytes of the whole model. UserError where two train one weight."""
-    stages = process_group.ProcessGroup().gather(model.layers)
-    held = process_group.ProcessGroup().gather(
-        {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
+            problems.append(f"stages: asked for {gear.degree('pp')}, running {stages}")
+        share = model.bubble(accumulation_steps)
+        lines["stages"] = "layers " + ", ".join(dict.fromkeys(stages))
+        lines["bubble"] = f"(p-1)/(m+p-1) = {share:.0%} of a step idle, if all stages are as fast"
+    if problems:
+        raise _mismatch(gear, problems)
+    trained, _ = _local_and_full_bytes((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    lines["parameters on this rank"] = (
+        f"{local / 2**20:,.1f} of {full / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
     )
-    for name, (_, is_trained) in held[0].items():
-        if is_trained and any(
-            name in theirs for layers, theirs in zip(stages, held, strict=True) if layers != stages[0]
-        ):
-            raise UserError(f"adapter.targets: {name} would lie on two stages; take it out of the list")
-    return stages, sum({name: size for part in held for name, (size, _) in part.items()}.values())
+    return EngineFacts(lines["engine"], lines["precision"], running_steps, lines)
 
 
-def _mismatch(gear: Gear, wrong: list[str]) -> UserError:
-    return UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(wrong))
+def _mismatch(gear: Gear, problems: list[str]) -> UserError:
+    return UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(problems))
 
 
-def _name(value: Any) -> str:
+def _format(value: object) -> str:
     names = sorted(str(v).removeprefix("torch.") for v in (value if isinstance(value, set) else {value}))
     return ", ".join({"no": "fp32", "float32": "fp32", "bfloat16": "bf16"}.get(name, name) for name in names)
 
 
 def _requested_engine(gear: Gear) -> str:
-    engine = {
-        "single": "one device", "ddp": "DDP", "fsdp": "FSDP2", "zero": f"ZeRO-{gear.zero_stage}", "tp": "one model",
+    names = {
+        "single": "one device",
+        "ddp": "DDP",
+        "fsdp": "FSDP2",
+        "zero": f"ZeRO-{gear.zero_stage}",
+        "tp": "one model",
         "pp": f"pipeline, {gear.schedule}",
-    }[gear.engine]  # fmt: skip
-    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "sp", "pp")} | {"offload": gear.offload}
-    return _described(engine, degrees)
+    }
+    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "sp", "pp")}
+    return _described(names[gear.engine], {**degrees, "offload": gear.offload})
 
 
-def _described(engine: str, degrees: dict[str, Any]) -> str:
-    """Such as: FSDP2, dp_replicate 2, tp 2."""
-    named = [f"{name} {degree}" for name, degree in degrees.items() if degree not in (1, None)]
-    return ", ".join([engine, *named])
+def _described(name: str, degrees: dict[str, int | str | None]) -> str:
+    """Describe an engine. Such as: FSDP2, dp_replicate 2, tp 2."""
+    return ", ".join([name, *(f"{key} {degree}" for key, degree in degrees.items() if degree not in (1, None))])
 
 
-def _running_engine(model: Any) -> str:
-    """As _engine_asked says it, read off the model and its tensors."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
+def _running_engine(model: nn.Module) -> str:
+    """Describe the engine as `_requested_engine` does, read off the model and its tensors."""
+    mesh_degrees = _mesh_degrees(model)
+    degrees: dict[str, int | str | None] = {**mesh_degrees, "sp": 1, "pp": 1, "offload": None}
+    if isinstance(model, DistributedDataParallel):
+        return _described("DDP", degrees)
+    if isinstance(model, Pipeline):
+        return _described(f"pipeline, {model.schedule}", degrees | {"pp": model.stage.count})
+    if isinstance(model, FSDPModule):
+        return _described("FSDP2", degrees | {"offload": _fsdp_offload(model)})
+    if hasattr(model, "zero_optimization_stage"):
+        zero = cast("DeepSpeedEngine", model)
+        degrees |= {"sp": zero.sequence_parallel_size, "offload": _zero_offload(zero)}
+        return _described(f"ZeRO-{zero.zero_optimization_stage()}", degrees)
+    return _described("one model" if mesh_degrees["tp"] > 1 else "one device", degrees)
 
+
+def _mesh_degrees(model: nn.Module) -> dict[str, int]:
+    """Return the degrees that the meshes of the parameters show."""
     meshes = {p.device_mesh: p.placements for p in model.parameters() if isinstance(p, DTensor)}
-    degrees: dict[str, Any] = {"dp_replicate": 1, "tp": 1, "sp": 1, "pp": 1, "offload": None}
+    degrees = {"dp_replicate": 1, "tp": 1}
     for mesh, placements in meshes.items():
         for i, name in enumerate(mesh.mesh_dim_names or ()):
             if name == "tp" or (name == "dp_replicate" and placements[i].is_replicate()):
                 degrees[name] = mesh.size(i)
-    engine = "one model" if degrees["tp"] > 1 else "one device"
-    if isinstance(model, DistributedDataParallel):
-        engine = "DDP"
-    elif isinstance(model, Pipeline):
-        engine, degrees["pp"] = f"pipeline, {model.schedule}", model.stage.count
-    elif isinstance(model, FSDPModule):
-        engine = "FSDP2"
-        param_groups = [
-            g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups
-        ]
-        if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in param_groups):
-            degrees["offload"] = "cpu"
-    elif hasattr(model, "zero_optimization_stage"):
-        engine = f"ZeRO-{model.zero_optimization_stage()}"
-        degrees["sp"] = model.sequence_parallel_size
-        places = [
-            getattr(part, "device", "none") for part in (model.zero_offload_optimizer(), model.zero_offload_param())
-        ]
-        degrees["offload"] = next((device for device in ("nvme", "cpu") if device in map(_plain_value, places)), None)
-    return _described(engine, degrees)
+    return degrees
 
 
-def _plain_value(value: Any) -> str:
-    return str(getattr(value, "value", value))
+def _fsdp_offload(model: nn.Module) -> str | None:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = [group.offload_policy for state in states for group in state._fsdp_param_groups]
+    return "cpu" if all(isinstance(policy, CPUOffloadPolicy) for policy in policies) else None
 
 
-def _running_precision(accelerator: Accelerator, model: Any, gear: Gear) -> str:
+def _zero_offload(zero: DeepSpeedEngine) -> str | None:
+    configs = [zero.zero_offload_optimizer(), zero.zero_offload_param()]
+    devices = [getattr(config, "device", "none") for config in configs]
+    names = [str(getattr(device, "value", device)) for device in devices]
+    return next((name for name in ("nvme", "cpu") if name in names), None)
+
+
+def _running_accumulation_steps(accelerator: Accelerator, model: nn.Module, gear: Gear) -> int:
     if gear.engine == "zero":
-        return "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
-    if gear.engine == "fsdp":
+        return int(cast("DeepSpeedEngine", model).gradient_accumulation_steps())
+    return int(accelerator.gradient_accumulation_steps)
+
+
+def _running_precision(accelerator: Accelerator, model: nn.Module, gear: Gear) -> str:
+    if gear.engine == "zero":
+        zero = cast("DeepSpeedEngine", model)
+        return "bf16" if zero.bfloat16_enabled() else "fp16" if zero.fp16_enabled() else "no"
+    if isinstance(model, FSDPModule):
         compute = model._get_fsdp_state()._mp_policy.param_dtype
-        return {torch.bfloat16: "bf16", torch.float32: "no"}.get(compute, str(compute))
+        return "bf16" if compute is torch.bfloat16 else "no" if compute is torch.float32 else str(compute)
     return str(accelerator.mixed_precision)
 
 
-def _master_dtypes(model: Any, gear: Gear, optimizer: Any) -> set[torch.dtype]:
-    """Of the tensors that the optimizer updates."""
+def _gradient_facts(model: nn.Module, gear: Gear, recipe: Recipe) -> dict[str, _Fact]:
+    """Return how gradients are clipped, reduced and kept, where the engine decides it."""
     if gear.engine == "zero":
-        engine = model.optimizer  # in bf16 ZeRO-1's has neither list, and its param_groups are the fp32 partitions
-        flat = getattr(engine, "fp32_partitioned_groups_flat", None) or getattr(
-            engine, "single_partition_of_fp32_groups", None
+        zero = cast("DeepSpeedEngine", model)
+        facts = {"clip": _Fact(float(recipe.optim.max_grad_norm), float(zero.gradient_clipping()))}
+        if engine.precision(gear) == "bf16":
+            facts["gradients in"] = _Fact(torch.float32, zero.communication_data_type)
+            facts["gradients kept in"] = _Fact(torch.float32, zero.get_data_types()[1])
+        return facts
+    if isinstance(model, FSDPModule):
+        return {"gradients in": _Fact(torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)}
+    return {}
+
+
+def _master_dtypes(model: nn.Module, gear: Gear, optimizer: Optimizer) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that the optimizer updates."""
+    if gear.engine == "zero":
+        zero = model.optimizer  # in bf16 ZeRO-1's has neither list, and its param_groups are the fp32 partitions
+        partitions = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
+            zero, "single_partition_of_fp32_groups", None
         )
-        if flat is not None:
-            return {tensor.dtype for tensor in flat if tensor is not None}
+        if partitions is not None:
+            return {tensor.dtype for tensor in partitions if tensor is not None}
     return {p.dtype for group in optimizer.param_groups for p in group["params"]}
+
+
+def _local_and_full_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
+    """Return the bytes of the parameters that this rank holds between steps, and of the full parameters."""
+    local = full = 0
+    for name, parameter in parameters:
+        shard = shard_of(name, parameter)
+        local += shard.local_numel * parameter.element_size()
+        full += math.prod(shard.full_shape) * parameter.element_size()
+    return local, full
+
+
+def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:
+    """Return where this rank holds more than its share of the parameters or of the optimizer's masters."""
+    if gear.engine in ("fsdp", "tp") or gear.zero_stage == 3:
+        local, full = _local_and_full_bytes(model.named_parameters())
+        share, ideal = local / full, 1 / (gear.shard * gear.degree("tp"))
+        # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
+        if share > ideal * 1.1 + 0.02:
+            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
+    if gear.zero_stage in (1, 2):
+        # The partitions that the optimizer updates, padded to whole buffers.
+        kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if kept > trainable / gear.num_processes * 1.1 + 1000:
+            return [f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights"]
+    return []
+
+
+def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:
+    """Return the layers of each rank's stage, and the bytes of the full model.
+
+    Raises UserError where two stages train the same weight.
+    """
+    stages = world.gather(model.layers)
+    parameters = world.gather(
+        {name: (p.nbytes, p.requires_grad and p is not model.tied) for name, p in model.module.named_parameters()}
+    )
+    for name, (_, is_trained) in parameters[0].items():
+        if is_trained and any(
+            name in others for layers, others in zip(stages, parameters, strict=True) if layers != stages[0]
+        ):
+            raise UserError(f"adapter.targets: {name} would lie on two stages; take it out of the list")
+    return stages, sum({name: size for of_rank in parameters for name, (size, _) in of_rank.items()}.values())
