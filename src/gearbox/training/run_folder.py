@@ -98,7 +98,7 @@ def open_run(recipe: Recipe, default_name: str, world: World, tell: Callable[[st
         mine.append(lock)
         return str(folder), is_new
 
-    begun = next(filter(None, world.gather(os.environ.get(outcome.RUN_FOLDER))), None)  # one launcher may be newer
+    begun = next(filter(None, world.gather(outcome.requested_run_folder())), None)  # one launcher may be newer
     name, is_new = world.decide(choose)
     run = Run(Path(name), TrainState())
     try:
