@@ -225,7 +225,7 @@ class Report:
             name: [{"bytes": size, "seconds": seconds, "bytes_per_second": rate} for size, seconds, rate in row]
             for name, row in rates.items()
         }
-        sizes = [console.format_message_bytes(size) for size, _, _ in next(iter(rates.values()))]
+        sizes = [console.format_bytes_short(size) for size, _, _ in next(iter(rates.values()))]
         table = Table(f"{'':<19} GB/s, by message", *sizes, box=None, padding=(0, 1, 0, 0), header_style="none")
         for name, row in rates.items():
             table.add_row(f"{'':<19} {name}", *(console.format_figure(rate / 1e9) for _, _, rate in row))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gearbox.console import format_message_bytes
+from gearbox.console import format_bytes_short
 
 KiB, MiB = 2**10, 2**20
 ALL_PAIRS = 16  # ranks up to which every pair is a link; then neighbours, and one pair for each two machines
@@ -36,7 +36,7 @@ def measure_collectives(device: torch.device, enter: Enter) -> dict[str, list[tu
         part = max(1, num_bytes // 4 // size // size) * size  # elements for a rank, of each rank's
         repeats = REPEATS if num_bytes <= MiB or device.type == "cuda" else 2  # a CPU takes 50 ms for 16 MiB
         for name, make in COLLECTIVES.items():
-            enter(f"{name} of {format_message_bytes(num_bytes)}")
+            enter(f"{name} of {format_bytes_short(num_bytes)}")
             work, wrong = make(rank, size, part, device, number == 0)
             bad = wrong()
             found.setdefault(name, []).append((4 * part * size, _median_seconds(work, device, repeats), bad))

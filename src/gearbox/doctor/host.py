@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from gearbox import ROOT, filesystem
 from gearbox.config.gear import Gear
-from gearbox.console import format_message_bytes
+from gearbox.console import format_bytes_short
 from gearbox.doctor.finding import Finding
 from gearbox.doctor.gpus import inspect_gpus
 from gearbox.doctor.network import hub_reachable, in_background, network
@@ -118,16 +118,16 @@ def shared_memory(path: Path, num_ranks: int, num_gpus: int) -> Finding:
         room = os.statvfs(path)
         size = room.f_blocks * room.f_frsize
     needed = SHM_PER_RANK * num_ranks
-    said = f"{path} has {format_message_bytes(size)}"
+    said = f"{path} has {format_bytes_short(size)}"
     if num_ranks == 1 or size >= needed:
         return Finding("green", "shm", said)
     advice = (
-        f"give it {format_message_bytes(max(GiB, needed))}: docker run --shm-size, or an emptyDir with medium: Memory on {path} in "
-        "Kubernetes"
+        f"give it {format_bytes_short(max(GiB, needed))}: docker run --shm-size, or an emptyDir with medium: Memory on "
+        f"{path} in Kubernetes"
     )
     if num_gpus == 0:
         return Finding("yellow", "shm", f"{said}; gloo needs none, but NCCL would for {num_ranks} ranks", advice)
-    return Finding("red", "shm", f"{said}; NCCL may need {format_message_bytes(needed)} for {num_ranks} ranks", advice)
+    return Finding("red", "shm", f"{said}; NCCL may need {format_bytes_short(needed)} for {num_ranks} ranks", advice)
 
 
 def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
@@ -140,16 +140,14 @@ def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
     if 0 <= files < needed:
         few.append((f"{files} open files, {world_size} ranks may need {needed}", f"ulimit -n {max(65536, needed)}"))
     if has_rdma and locked != resource.RLIM_INFINITY:
-        few.append(
-            (f"{format_message_bytes(locked)} of locked memory, InfiniBand registers more", "ulimit -l unlimited")
-        )
+        few.append((f"{format_bytes_short(locked)} of locked memory, InfiniBand registers more", "ulimit -l unlimited"))
     if 0 <= processes < 4096:
         few.append((f"{processes} processes and threads", "ulimit -u 65536"))
     for text, advice in few:
         more = " (docker run --ulimit; LimitMEMLOCK=, LimitNOFILE= of slurmd)"
         yield Finding("yellow", "limits", text, advice + more)
     if not few:
-        memlock = "unlimited" if locked == resource.RLIM_INFINITY else format_message_bytes(locked)
+        memlock = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes_short(locked)
         yield Finding("green", "limits", f"{files:,} open files, {memlock} of locked memory")
 
 
@@ -159,13 +157,12 @@ def memory(num_ranks: int) -> Finding:
     room = _cgroup_room()
     if room is not None and room < free:
         free, limited = room, " of the container's limit"
-    said = f"{format_message_bytes(free)} free{limited}"
+    said = f"{format_bytes_short(free)} free{limited}"
     if free >= MEMORY_PER_RANK * num_ranks:
         return Finding("green", "memory", said)
-    return Finding(
-        "yellow", "memory", f"{said} for {num_ranks} ranks, which take {format_message_bytes(MEMORY_PER_RANK)} each to start",
-        "end what else runs here (ps aux --sort -rss), raise the container's limit, or start fewer ranks",
-    )  # fmt: skip
+    text = f"{said} for {num_ranks} ranks, which take {format_bytes_short(MEMORY_PER_RANK)} each to start"
+    advice = "end what else runs here (ps aux --sort -rss), raise the container's limit, or start fewer ranks"
+    return Finding("yellow", "memory", text, advice)
 
 
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -194,7 +191,7 @@ def disk(runs: Path) -> Finding:
             "red", "disk", f"{runs} cannot be written: {error.strerror}",
             "free some room there, make it this user's, or give run.dir=FOLDER",
         )  # fmt: skip
-    said = f"{runs}: {format_message_bytes(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
+    said = f"{runs}: {format_bytes_short(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
     if free < 10 * GiB:
         return Finding("yellow", "disk", said, "a checkpoint has 12 bytes a trained weight, 84 GB of a 7B; free some")
     if slow:
