@@ -114,8 +114,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         rows_key = f"{documents.key} {prepared.training.key}"
         base = world.decide(lambda: loading.fingerprint(source, recipe))
         run.check_same(rows_key, base)
-        num_rows = len(prepared.training)
-        num_steps = recipe.train.steps or math.ceil(num_rows * (recipe.train.epochs or 0) / recipe.batch.rows)
+        num_steps = prepared.num_steps
         if run.progress.step > num_steps:
             raise UserError(
                 f"train.steps: {num_steps} are fewer than the {run.progress.step} steps of {run.checkpoint}; give more"
@@ -208,14 +207,14 @@ def fit(
 
     Returns whether it was asked to stop, and has saved all that is to be gone on from.
     """
-    from gearbox.data import batches, sampler
+    from gearbox.data import batches
     from gearbox.distributed import engine
     from gearbox.model import router_loss
     from gearbox.model.optimizer import learning_rate
     from gearbox.training import evaluation
 
     rows, progress = prepared.training, run.progress
-    order = sampler.make_sampler(recipe, rows)
+    order = prepared.sampler
     rank = accelerator.process_index
     first_step = progress.step
     bare = engine.unwrap_model(accelerator, model)
@@ -241,8 +240,8 @@ def fit(
             return stop and (not is_last or checkpoints.saved_step == progress.step)
 
         watching.heartbeat(f"step {progress.step + 1}, rows")
-        part = gear.data_rank(rank)
-        batch = batches.make_step_batch(rows, order.step(progress.step), part, gear.data_parallel, micro_rows)
+        shard = gear.data_rank(rank), gear.data_parallel
+        batch = batches.make_step_batch(rows, order.step(progress.step), shard, micro_rows)
         engine.seed_step(recipe.train.seed, progress.step, rank // gear.degree("tp"))
         rate = learning_rate(progress.step, num_steps, recipe.optim, recipe.schedule)
         engine.set_learning_rate(optimizer, rate)

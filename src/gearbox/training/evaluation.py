@@ -44,7 +44,7 @@ def evaluate(
                 model.train()
                 return None
             ids = list(range(first, min(first + rows_at_once, len(rows))))
-            step = make_step_batch(rows, ids, *place, micro_rows)
+            step = make_step_batch(rows, ids, place, micro_rows)
             for micro in step.micro_batches:
                 batch = {name: tensor.to(accelerator.device) for name, tensor in micro.items()}
                 documents = batch.pop("document_ids")
