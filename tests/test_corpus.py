@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,16 +12,18 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import datasets
+import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from transformers import AutoTokenizer
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
-from gearbox.data import corpus, loss_mask, row_formats, sampler, sources, splits
+from gearbox.data import corpus, loss_mask, row_formats, sources, splits, tokenization
 from gearbox.errors import UserError
 from gearbox.reporting import plan
 
@@ -193,11 +196,19 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     )
     found, prepared = arranged(tokenizer, path, "batch.row_tokens=64")
     assert [summary.form for summary in found.summaries] == ["instruction", "text"]
-    order = sampler.make_sampler(recipe_of(path), prepared.training)
     first = prepared.training.group_sizes[0]
-    rows = [row for step in range(50) for row in order.step(step)]
+    rows = [row for step in range(50) for row in prepared.sampler.step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
     assert "75.0% of a step from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["rows"]
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [("train.steps=7", 7), ("train.epochs=2.5", 32)])
+def test_the_steps_of_a_run(tokenizer, tmp_path, length, num_steps):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 31}] * 50)
+    lengths = ["train.steps=null", "train.epochs=null", "schedule.warmup_steps=0", length]
+    _, prepared = arranged(tokenizer, path, "batch.row_tokens=32", "batch.rows=4", *lengths)
+    assert len(prepared.training) == 50 and prepared.num_steps == num_steps
+    assert sorted(row for step in range(25) for row in prepared.sampler.step(step)) == sorted([*range(50)] * 2)
 
 
 def test_without_weights_sources_are_one_pool(tokenizer, tmp_path):
@@ -719,7 +730,7 @@ def test_what_was_tokenized_is_not_tokenized_again(tokenizer, tmp_path, monkeypa
     assert renamed.location(2) == f"{moved}:3"
 
 
-@pytest.mark.parametrize("change", ["content", "supervise", "template", "special", "code"])
+@pytest.mark.parametrize("change", ["content", "supervise", "template", "special", *corpus.MODULES])
 def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monkeypatch, change):
     counts = count_encoded(monkeypatch)
     path = jsonl(tmp_path / "a.jsonl", GOOD)
@@ -735,11 +746,64 @@ def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monk
     elif change == "special":
         other.add_special_tokens({"eos_token": "<|pad|>"})
     else:
-        copy = tmp_path / "forms.py"
-        copy.write_text(Path(row_formats.__file__).read_text() + "\n")
-        monkeypatch.setattr(row_formats, "__file__", str(copy))
+        edit_source(monkeypatch, change, tmp_path)
     read(other, path, *overrides)
     assert counts == [3, 3]
+
+
+def edit_source(monkeypatch, module, folder: Path) -> None:
+    copy = folder / "edited.py"
+    copy.write_text(Path(module.__file__).read_text() + "\n")
+    monkeypatch.setattr(module, "__file__", str(copy))
+
+
+def forget(cache: Path) -> None:
+    """So that the next read tokenizes again."""
+    shutil.rmtree(cache)
+
+
+def test_the_digest_is_of_the_documents_however_they_are_batched(tokenizer, tmp_path, cache, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": (HI + BYE) * (1 + i % 3)} for i in range(300)])
+    digests = []
+    for num_cores, batch_documents in [(2, 64), (2, 7), (1, 64), (1, 300)]:
+        monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", batch_documents)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=num_cores: set(range(n)))
+        digests.append(read(tokenizer, path).digest)
+        forget(cache)
+    assert len(digests) == 4 and len({*digests}) == 1
+
+
+def test_the_digest_is_that_of_the_cached_file_and_not_of_the_code(tokenizer, tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", GOOD)
+    built, mapped = read(tokenizer, path), read(tokenizer, path)
+    edit_source(monkeypatch, row_formats, tmp_path)
+    rebuilt = read(tokenizer, path)
+    assert built.key == mapped.key != rebuilt.key
+    assert built.digest == mapped.digest == rebuilt.digest
+    columns = [
+        np.concatenate([built.tokens(i) for i in range(3)]),
+        np.concatenate([built.loss_mask(i) for i in range(3)]),
+        built.lengths,
+    ]
+    streams = b"".join(xxhash.xxh3_128_digest(column.tobytes()) for column in columns)
+    assert built.digest == xxhash.xxh3_128_hexdigest(streams)
+
+
+def test_the_digest_tells_tokens_masks_order_and_edges_of_documents_apart(tokenizer, tmp_path):
+    swapped = [{"messages": [HI[0], HI[1] | {"content": HI[1]["content"].swapcase()}]}, *GOOD[1:]]
+    untrained = [{"messages": [HI[0], HI[1] | {"weight": 0}, *BYE]}, *GOOD[1:]]
+    trained = [{"messages": HI + BYE}, *GOOD[1:]]
+    digests = [
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", records)).digest
+        for records in (GOOD, swapped, untrained, trained, GOOD[::-1], GOOD[:2])
+    ]
+    # Two texts that split the same tokens, all of them trained, at another place.
+    end = tokenizer.eos_token
+    digests += [
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])).digest
+        for texts in ([f"a{end}b", "c"], ["a", f"b{end}c"])
+    ]
+    assert len({*digests}) == len(digests)
 
 
 def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_path, monkeypatch):

@@ -125,6 +125,13 @@ def test_groups_do_not_share_a_row():
     assert [{i % 2 for i in rows.row(row).tolist()} for row in range(4)] == [{0}, {0}, {1}, {1}]
 
 
+def test_the_key_of_rows_tells_groups_apart():
+    """Whose rows are trained by other shares, also where the same documents are in the same rows."""
+    made = random_documents([16] * 6)
+    keys = {made.rows(16, group=np.array([0] * n + [1] * (6 - n))).key for n in (2, 3)}
+    assert len(keys | {made.rows(16).key}) == 3
+
+
 def test_the_fullest_rows_are_those_with_most_documents():
     rows = random_documents([16, 2, 3, 4, 5, 15]).rows(16)
     chosen = fullest_rows(rows, 2)
@@ -146,7 +153,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
             consumed, chain = [], ""
             for step in range(num_steps):
                 row_ids = order.step(step)
-                shares = [micro_batches_of(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
+                shares = [micro_batches_of(row_ids, (rank, ranks), micro_rows) for rank in range(ranks)]
                 dealt = [row for share in shares for micro in share for row in micro if row is not None]
                 assert Counter(dealt) == Counter(row_ids)
                 consumed += row_ids
@@ -161,7 +168,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
-    dealt = [micro_batches_of(list(range(num_rows)), rank, ranks, micro_rows) for rank in range(ranks)]
+    dealt = [micro_batches_of(list(range(num_rows)), (rank, ranks), micro_rows) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
     assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round is all empty"
@@ -170,7 +177,7 @@ def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
 def test_a_step_counts_the_whole_on_every_rank():
     rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
-    shares = [make_step_batch(rows, row_ids, rank, 2, 1) for rank in range(2)]
+    shares = [make_step_batch(rows, row_ids, (rank, 2), 1) for rank in range(2)]
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
     micro_batches = [micro for share in shares for micro in share.micro_batches]
     assert sum(int((micro["labels"] != IGNORE_INDEX).sum()) for micro in micro_batches) == shares[0].num_targets > 0

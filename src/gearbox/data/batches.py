@@ -23,6 +23,7 @@ IGNORE_INDEX = -100  # a target that is not trained; the value torch's cross ent
 WIDTH_STEP = 8  # rows of one document each are padded to a multiple of this: GPUs multiply such shapes faster
 
 Batch = dict[str, torch.Tensor]
+Shard = tuple[int, int]  # index of a data-parallel rank, and the number of them
 
 
 class PackedRows:
@@ -84,6 +85,8 @@ class PackedRows:
         """Hash of which tokens of the corpus are in which row: equal rows of equal corpora are equal training."""
         digest = xxhash.xxh3_128()
         arrays = [self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts]
+        if len(self.group_sizes) > 1:
+            arrays.append(np.array(self.group_sizes))
         for array in arrays:
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return digest.hexdigest()
@@ -146,18 +149,19 @@ class StepBatch:
     """Rows of the whole step, in order."""
 
 
-def micro_batches_of(row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> list[list[int | None]]:
-    """Return the rows of each micro batch of one rank: as many for every rank; short ones end in None."""
-    rounds, micro_rows = accumulation(len(row_ids), data_parallel, micro_rows)
-    padded = [*row_ids, *[None] * (rounds * data_parallel * micro_rows - len(row_ids))]
-    starts = [(turn * data_parallel + rank) * micro_rows for turn in range(rounds)]
+def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[list[int | None]]:
+    """Return the rows of each micro batch of a shard. Every shard has as many; short ones end in None."""
+    index, num_shards = shard
+    num_rounds, micro_rows = accumulation(len(row_ids), num_shards, micro_rows)
+    padded = [*row_ids, *[None] * (num_rounds * num_shards * micro_rows - len(row_ids))]
+    starts = [(number * num_shards + index) * micro_rows for number in range(num_rounds)]
     return [padded[start : start + micro_rows] for start in starts]
 
 
-def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> StepBatch:
-    """Return this rank's share of the given rows, with the counts of the whole."""
+def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_rows: int) -> StepBatch:
+    """Return a shard of the given rows in micro batches, with the counts of all of them."""
     return StepBatch(
-        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, rank, data_parallel, micro_rows)],
+        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, shard, micro_rows)],
         num_targets=int(rows.targets[row_ids].sum()),
         num_tokens=int(rows.num_tokens[row_ids].sum()),
         row_ids=row_ids,

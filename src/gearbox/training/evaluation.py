@@ -49,7 +49,7 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool] = 
                 model.train()
                 return None
             ids = list(range(first, min(first + portion, len(rows))))
-            for micro in make_step_batch(rows, ids, *engine.eval_shard, engine.job.batch.micro_rows).micro_batches:
+            for micro in make_step_batch(rows, ids, engine.eval_shard, engine.job.batch.micro_rows).micro_batches:
                 sums += _count(engine, micro)
     model.train()
     loss, targets, exact, documents = engine.reduce(sums).tolist()
