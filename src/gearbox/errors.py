@@ -14,11 +14,6 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return " ".join(str(error).split())[:limit]
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's text as one line, cut to `limit` characters."""
-    return " ".join(str(error).split())[:limit]
-
-
 def did_you_mean(near: list[str]) -> str:
     """Return `; did you mean 'lr'?` for the first of these words, or an empty string where there are none."""
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -36,9 +36,3 @@ class Job:
     def run_name(self) -> str:
         """The name of the run's folder."""
         return self.recipe.run.name or f"{self.recipe_path.stem}-{self.gear.name}"
-
-
-def accumulation(rows: int, data_parallel: int, micro_rows: int) -> tuple[int, int]:
-    """(micro batches a rank runs in a step, rows in each); the last round may be filled with empty rows."""
-    micro_rows = min(micro_rows, -(-rows // data_parallel))
-    return -(-rows // (data_parallel * micro_rows)), micro_rows

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.job import accumulation
+from gearbox.config.recipe import BatchPlan
 from gearbox.data.packing import Chunks, Corpus, pack
 
 IGNORE_INDEX = -100  # a target that is not trained; the value torch's cross entropy skips
@@ -152,10 +152,10 @@ class StepBatch:
 def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[list[int | None]]:
     """Return the rows of each micro batch of a shard. Every shard has as many; short ones end in None."""
     index, num_shards = shard
-    num_rounds, micro_rows = accumulation(len(row_ids), num_shards, micro_rows)
-    padded = [*row_ids, *[None] * (num_rounds * num_shards * micro_rows - len(row_ids))]
-    starts = [(number * num_shards + index) * micro_rows for number in range(num_rounds)]
-    return [padded[start : start + micro_rows] for start in starts]
+    plan = BatchPlan.divide(len(row_ids), num_shards, micro_rows)
+    padded = [*row_ids, *[None] * plan.num_empty_rows]
+    starts = [(number * num_shards + index) * plan.micro_rows for number in range(plan.accumulation_steps)]
+    return [padded[start : start + plan.micro_rows] for start in starts]
 
 
 def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_rows: int) -> StepBatch:
