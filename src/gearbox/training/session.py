@@ -157,7 +157,7 @@ def verify(engine: Engine, data: TrainingData) -> Verified:
 def make_plan(engine: Engine, data: TrainingData, verified: Verified, run: Run) -> Plan:
     """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
     job, world, rows = engine.job, engine.world, verified.rows
-    rows_key = f"tokens:{data.corpus.digest} {rows.training.key}"
+    rows_key = run_folder.rows_key(data.corpus.digest, rows.training.key)
     base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
     run.check_same(rows_key, base)
     if run.state.step > rows.num_steps:
@@ -185,6 +185,8 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
     if run.checkpoint is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
         world.screen.print(f"[bold]goes on[/] from {run.checkpoint}, {step}")
+    if run.compares_only_lengths:
+        world.screen.print("hint: an earlier version wrote this checkpoint: of its rows, only lengths are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:
