@@ -7,8 +7,12 @@ import math
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gearbox.redact import redact
+
+if TYPE_CHECKING:
+    from gearbox.reporting.preview import Runs
 
 WIDTH, HEIGHT = 420, 150  # of a curve, in pixels
 MAX_POINTS = 1000  # of a curve; of more, every n-th is drawn
@@ -36,7 +40,6 @@ figcaption, text, pre { font-size: 12px; }
 text { fill: currentColor; } svg { border: 1px solid var(--soft); }
 """
 
-Runs = list[tuple[str, bool]]  # of a document's text, each with whether it is supervised
 Lines = dict[str, list[tuple[float, float]]]  # by name: points of step and value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gearbox.data.batches import PackedRows
 from gearbox.data.packing import Corpus
+from gearbox.data.row_formats import JsonObject
 from gearbox.data.splits import Sample, TrainingRows
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def styled(runs: Runs, colours: bool, num_characters: int | None = None) -> Text
     return text
 
 
-def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[dict[str, Any]]:
+def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
     """Yield one JSON object per record, in order of the files, before packing: its tokens as used, and what for."""
     uses: dict[int, str] = {}
     ends = np.zeros(len(corpus), np.int64)
@@ -62,7 +63,7 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[dict[str, Any]]:
     records += [(int(corpus.origin[i]), int(corpus.number[i]), i) for i in range(len(corpus))]
     for origin, number, document in sorted(records, key=lambda record: record[:2]):
         location = corpus.origins[origin].location(number)
-        line: dict[str, Any] = {"place": location, "use": "dropped"}
+        line: JsonObject = {"place": location, "use": "dropped"}
         if document in uses:
             line["use"] = uses[document]
         else:

@@ -33,7 +33,7 @@ QUANTITIES = ("loss", "gradient norm", "weights", "moments")
 # By the precision in use. Largest differences that were seen in 20 steps on CPUs, of ddp, fsdp, zero2 and zero3 with
 # full fine-tuning, LoRA and QLoRA at learning rates from 1e-5 to 1e-2, and those of a loss averaged per micro batch:
 #   fp32  8e-7, 1e-5, 2e-5, 3e-5 against 6e-3, 4e-2, 2e-1, 6e-2
-#   bf16  1e-3, 2e-2, 1e-1, 5e-2 against the same: coarse faults alone are found. AdamW's first steps have the size of
+#   bf16  1e-3, 2e-2, 1e-1, 5e-2 against the same: only coarse faults are found. AdamW's first steps have the size of
 #         the learning rate and the sign of the gradient, also where that is nothing but rounding.
 TOLERANCES = {
     "no": {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3, "moments": 1e-3},
