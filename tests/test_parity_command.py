@@ -243,8 +243,8 @@ def test_a_mistake_is_found_without_torch():
 )
 def test_the_warm_up_stays_within_the_steps(recipe, steps, warmup):
     path = ROOT / "recipes" / f"{recipe}.yaml"
-    settings = script.settings_of(script.load_recipe(path), [], steps, 1)
-    made = script.load_recipe(path, [*settings, "run.rehearse=true"])
+    overrides = script.comparison_overrides(script.load_recipe(path), [], steps, 1)
+    made = script.load_recipe(path, [*overrides, "run.rehearse=true"])
     assert (made.train.steps, made.schedule.warmup, made.eval.fraction) == (steps, warmup, 0)
 
 
