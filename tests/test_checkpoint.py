@@ -13,7 +13,6 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from gearbox import filesystem
 from gearbox.checkpoint import folders, manifest
 from gearbox.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify_shards
 from gearbox.checkpoint.shards import ShardReader, TensorShard
@@ -141,7 +140,7 @@ def test_that_is_the_digests_doing(tmp_path, monkeypatch):
     content = bytearray(shard.read_bytes())
     content[-50] ^= 1
     shard.write_bytes(content)
-    monkeypatch.setattr(filesystem, "digest_of", lambda path: check_facts[path.name])
+    monkeypatch.setattr(manifest, "digest_of", lambda path: check_facts[path.name])
     check_facts = {name: facts["xxh3_128"] for name, facts in manifest.read_manifest(folder)["files"].items()}
     loaded = ShardReader(folder, check(folder)).read("parameter", "w")
     assert not torch.equal(loaded, tensors()["w"])

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,3 +224,15 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
     half._shards = {(kind.replace("+8192", "+4096"), name): [] for kind, name in half._shards}
     with pytest.raises(Exception, match="cannot be cut anew for this gear; go on with it under ddp"):
         sharded_state.restore(other, other, fresh, half, "ddp", world)
+
+
+def test_the_state_under_zero_has_one_order():
+    """In which the next checkpoint is written; that of a set would differ from process to process."""
+    from gearbox.distributed import sharded_state
+
+    kinds = list("abcdefgh")
+    reader = SimpleNamespace(shapes={"w": [2]}, scalars={"w": {"step": 3}}, kinds=lambda name: kinds)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([parameter])
+    assert sharded_state._make_zero_state(SimpleNamespace(optimizer=None), optimizer, reader)
+    assert list(optimizer.state[parameter]) == [*kinds, "step"]
