@@ -18,8 +18,8 @@ from gearbox import ROOT
 from gearbox.config import gear
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import load_gear
+from gearbox.config.job import BatchPlan
 from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import BatchPlan
 from gearbox.errors import UserError
 from gearbox.launch import launched_gear
 from gearbox.launch.launched_gear import find_gear

@@ -7,10 +7,9 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe
+from gearbox.config.loader import load_recipe, rehearsed
 from gearbox.config.recipe import BUILTIN_TASKS, Recipe
 from gearbox.errors import UserError
-from train import rehearsed
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 GEARS = {

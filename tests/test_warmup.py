@@ -10,8 +10,8 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Optim, Recipe, Schedule, for_manifest, recipe_keys
+from gearbox.config.loader import load_recipe, recipe_for_manifest
+from gearbox.config.recipe import Optim, Recipe, Schedule, recipe_keys
 from gearbox.errors import UserError
 from gearbox.model.optimizer import learning_rate
 from gearbox.training import run_folder
@@ -204,17 +204,17 @@ def test_auto_takes_the_folder_of_an_unfinished_run_of_before(tmp_path):
 @pytest.mark.parametrize("warmup", [0, 50])
 def test_the_code_before_resumes_manifests_with_a_count(warmup):
     recipe = load_recipe(TINY, [f"schedule.warmup={warmup}"])
-    there, here = run_folder._flat(for_manifest(recipe)), run_folder._flat(old_manifest(recipe, warmup))
+    there, here = run_folder._flat(recipe_for_manifest(recipe)), run_folder._flat(old_manifest(recipe, warmup))
     assert there == here
     assert set(there) == {OLD if key == "schedule.warmup" else key for key in recipe_keys()}
-    assert run_folder._differences(for_manifest(recipe), recipe) == []
+    assert run_folder._differences(recipe_for_manifest(recipe), recipe) == []
 
 
 def test_manifests_with_a_share_have_the_new_key():
     recipe = load_recipe(TINY, ["schedule.warmup=7%"])
-    assert for_manifest(recipe) == recipe.model_dump(mode="json")
-    assert run_folder._differences(for_manifest(recipe), recipe) == []
-    assert run_folder._differences(for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
+    assert recipe_for_manifest(recipe) == recipe.model_dump(mode="json")
+    assert run_folder._differences(recipe_for_manifest(recipe), recipe) == []
+    assert run_folder._differences(recipe_for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
         "schedule.warmup was '7%' and is 50"
     ]
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from gearbox.config.recipe import Adapter
 
 # Keys of PEFT's adapter_config.json: those that a recipe has too, those that PEFT goes by where it puts the adapter
 # into the model, and notes. Any other must be empty, else it is an adapter of another kind.
 PEFT_KEYS = {
-    "r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "target_modules": "targets",
-}  # fmt: skip
+    "r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "use_rslora": "rslora",
+    "target_modules": "targets",
+}
 PEFT_PLACEMENT = "rank_pattern alpha_pattern exclude_modules layers_to_transform layers_pattern fan_in_fan_out".split()
 PEFT_NOTES = """
     peft_type use_dora task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
@@ -20,40 +25,46 @@ PEFT_NOTES = """
 
 
 def saved_adapter_settings(adapter: Adapter, folder: Path) -> Adapter:
-    """The adapter with the settings of the one in `folder`; of its own, only the dropout may differ.
+    """Return the adapter with the settings of the one saved in `folder`. Only the dropout may differ.
 
     Raises ValueError where it cannot be trained here, or where the recipe gives another value.
     """
-    where = f"adapter.path: {str(folder)!r}"
-    try:
-        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        kind = found["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{where} holds no adapter: there is no adapter_config.json of PEFT") from None
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{where} holds no adapter_model.safetensors, and pickled weights could run code")
-    if kind != "LORA":
-        raise ValueError(f"{where} is of the kind {kind}; only LoRA and DoRA can be gone on with")
-    known = [*PEFT_KEYS, *PEFT_PLACEMENT, *PEFT_NOTES]
-    others = [key for key, value in found.items() if key not in known and value not in (None, False, "none", [], {})]
-    if found.get("init_lora_weights", True) not in (True, False, "gaussian"):
-        others.append("init_lora_weights")  # PiSSA and its kin change the weights below the adapter too
-    if others:
-        raise ValueError(
-            f"{where} has {others[0]}: {found[others[0]]!r}, which cannot be trained here; merge it into its model, "
-            "give that as model.name, and train a new adapter"
-        )
-    holds = {"method": "dora" if found.get("use_dora") else "lora"}
-    holds |= {ours: found[theirs] for theirs, ours in PEFT_KEYS.items() if theirs in found}
-    given = {key: getattr(adapter, key) for key in holds if key in adapter.model_fields_set}
+    config = _read_adapter_config(folder)
+    saved = {"method": "dora" if config.get("use_dora") else "lora"}
+    saved |= {ours: config[theirs] for theirs, ours in PEFT_KEYS.items() if theirs in config}
+    given = {key: getattr(adapter, key) for key in saved if key in adapter.model_fields_set}
     for key, value in given.items():
-        are_lists = isinstance(value, list) and isinstance(holds[key], list)
-        if are_lists and sorted(value) == sorted(holds[key]):
+        are_lists = isinstance(value, list) and isinstance(saved[key], list)
+        if are_lists and sorted(value) == sorted(saved[key]):
             continue
         if key == "dropout" or (key, value) == ("targets", "all-linear"):  # which these are, the model will say
-            holds[key] = value
-        elif value != holds[key]:
+            saved[key] = value
+        elif value != saved[key]:
             raise ValueError(
-                f"adapter.{key}: is {value!r}, but {holds[key]!r} in {folder}, which holds; take the key out"
+                f"adapter.{key}: is {value!r}, but {saved[key]!r} in {folder}, which holds; take the key out"
             )
-    return adapter.model_copy(update=holds)
+    return adapter.model_copy(update=saved)
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return PEFT's adapter_config.json. Raises ValueError unless it is that of a LoRA that can be trained here."""
+    location = f"adapter.path: {str(folder)!r}"
+    try:
+        config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        kind = config["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{location} holds no adapter: there is no adapter_config.json of PEFT") from None
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{location} holds no adapter_model.safetensors, and pickled weights could run code")
+    if kind != "LORA":
+        raise ValueError(f"{location} is of the kind {kind}; only LoRA and DoRA can be gone on with")
+    known = [*PEFT_KEYS, *PEFT_PLACEMENT, *PEFT_NOTES]
+    unknown = [k for k, value in config.items() if k not in known and value not in (None, False, "none", [], {})]
+    if config.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        unknown.append("init_lora_weights")  # PiSSA and its kin change the weights below the adapter too
+    if unknown:
+        raise ValueError(
+            f"{location} has {unknown[0]}: {config[unknown[0]]!r}, which cannot be trained here; merge it into its "
+            "model, give that as model.name, and train a new adapter"
+        )
+    return config

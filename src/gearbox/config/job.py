@@ -9,7 +9,37 @@ from pathlib import Path
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import Gear
 from gearbox.config.loader import rehearsed
-from gearbox.config.recipe import BatchPlan, Recipe
+from gearbox.config.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of a step are divided: every data-parallel rank runs the same number of micro batches."""
+
+    rows: int
+    """Rows of one optimizer step, over all ranks."""
+    data_parallel: int
+    """Ranks with rows of their own."""
+    micro_rows: int
+    """Rows of one rank in one forward pass."""
+    accumulation_steps: int
+    """Micro batches of one rank in one optimizer step."""
+
+    @classmethod
+    def divide(cls, rows: int, data_parallel: int, micro_rows: int) -> BatchPlan:
+        """Divide `rows` into micro batches of at most `micro_rows`; the last ones may hold empty rows."""
+        micro_rows = min(micro_rows, -(-rows // data_parallel))
+        return cls(rows, data_parallel, micro_rows, -(-rows // (data_parallel * micro_rows)))
+
+    @property
+    def num_padded_rows(self) -> int:
+        """Rows of one step with the empty ones that fill the last micro batches."""
+        return self.data_parallel * self.accumulation_steps * self.micro_rows
+
+    @property
+    def num_empty_rows(self) -> int:
+        """Rows without targets that fill the last micro batches."""
+        return self.num_padded_rows - self.rows
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Read a recipe: YAML and overrides to a Recipe, with every problem reported at once."""
+"""Read a recipe: YAML and overrides to a Recipe, with every problem reported at once. Old keys are understood."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -21,19 +21,22 @@ from gearbox.config.recipe import (
     Source,
     keys_of_group,
     recipe_keys,
-    renamed,
 )
 from gearbox.errors import UserError, did_you_mean, nearest
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
+RawMapping = dict[str, Any]  # of a YAML or JSON file, parsed and not yet checked
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError for unreadable files, bad YAML and repeated keys."""
+def read_yaml(path: Path) -> RawMapping:
+    """Return the mapping in a YAML file. Raises UserError for unreadable files, bad YAML and repeated keys."""
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):
-            seen = set()
+    class UniqueKeyLoader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            seen: set[str] = set()
             for key_node, _ in node.value:
                 if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
                     line = key_node.start_mark.line + 1
@@ -42,7 +45,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         raise UserError(f"{path}: there is no such file{did_you_mean(near)}") from None
@@ -56,22 +59,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load_recipe(
-    path: Path, overrides: list[str] | None = None, tell: Callable[[str], None] = lambda hint: None
+    path: Path, overrides: list[str] | None = None, hint: Callable[[str], None] = lambda text: None
 ) -> Recipe:
     """Load the recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once.
 
-    `tell` gets a hint for each place that uses an old key.
+    `hint` is called with one line for each place that uses an old key.
     """
     written = read_yaml(path)
-    content = renamed(written)
-    old_in = [str(path)] if content is not written else []
-    given = [override.partition("=")[0] for override in overrides or []]
-    problems: list[str] = []
-    for override in overrides or []:
+    content = with_new_keys(written)
+    old_key_places = [str(path)] if content is not written else []
+    problems, overrides_use_old_key = _apply_overrides(content, overrides or [])
+    if overrides_use_old_key:
+        old_key_places.append("command line")
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        problems += [_explain(details) for details in error.errors()]
+    if recipe is not None:
+        try:
+            recipe = _with_saved_adapter(recipe)
+        except ValueError as error:
+            problems.append(str(error))
+        problems += _missing_files(recipe)
+    if problems or recipe is None:
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    for place in old_key_places:
+        hint(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a count or a share such as 5%")
+    return recipe
+
+
+def _apply_overrides(content: RawMapping, overrides: list[str]) -> tuple[list[str], bool]:
+    """Set the keys of `key.sub=value` overrides in place. Return the problems, and whether an old key was used."""
+    problems = []
+    uses_old_key = False
+    given = {override.partition("=")[0] for override in overrides}
+    for override in overrides:
         key, equals, text = override.partition("=")
         if key == OLD_WARMUP and "schedule.warmup" not in given:
-            key = "schedule.warmup"
-            old_in.append("command line")
+            key, uses_old_key = "schedule.warmup", True
         *groups, last = key.split(".")
         if not equals or not groups:
             problems.append(f"{override!r}: an override is written group.key=value, such as optim.lr=1e-5")
@@ -85,22 +111,27 @@ def load_recipe(
             target[last] = yaml.safe_load(text)
         except yaml.YAMLError:
             target[last] = text
-    recipe = None
-    try:
-        recipe = Recipe.model_validate(content)
-    except ValidationError as error:
-        problems += [_explain(item) for item in error.errors()]
-    if recipe is not None:
-        try:
-            recipe = _with_saved_adapter(recipe)
-        except ValueError as error:
-            problems.append(str(error))
-        problems += _missing_files(recipe)
-    if problems or recipe is None:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    for place in dict.fromkeys(old_in):
-        tell(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a count or a share such as 5%")
-    return recipe
+    return problems, uses_old_key
+
+
+def with_new_keys(content: RawMapping) -> RawMapping:
+    """Return a recipe's content with schedule.warmup in place of schedule.warmup_steps, or `content` itself.
+
+    Content that has both keys is left as it is: the old one is then refused as unknown.
+    """
+    schedule = content.get("schedule")
+    if not isinstance(schedule, dict) or "warmup_steps" not in schedule or "warmup" in schedule:
+        return content
+    return content | {"schedule": {"warmup" if key == "warmup_steps" else key: schedule[key] for key in schedule}}
+
+
+def recipe_for_manifest(recipe: Recipe) -> dict[str, Any]:
+    """Return what a manifest stores of the recipe. A warm-up count keeps its old key, so older versions can resume."""
+    content = recipe.model_dump(mode="json")
+    schedule = content["schedule"]
+    if isinstance(schedule["warmup"], int):
+        schedule["warmup_steps"] = schedule.pop("warmup")
+    return content
 
 
 def _with_saved_adapter(recipe: Recipe) -> Recipe:
@@ -118,7 +149,7 @@ def _with_saved_adapter(recipe: Recipe) -> Recipe:
 
 
 def _missing_files(recipe: Recipe) -> list[str]:
-    """What looks like a local path must be there; a name such as `org/model` is left to the hub."""
+    """Return a problem for each local path that does not exist; a name such as `org/model` is left to the hub."""
     problems = []
     name = recipe.model.name
     looks_local = name.startswith((".", "/", "~", "models/", "recipes/", "runs/"))
@@ -143,6 +174,7 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 
 def _missing_data(key: str, path: str) -> list[str]:
+    """Return the problem of a path to data that does not exist. `key` is where it was given."""
     if path == BUILTIN_TASKS or matches(path):
         return []
     if path.startswith("builtin:"):
@@ -155,43 +187,50 @@ def _missing_data(key: str, path: str) -> list[str]:
 
 
 def matches(path: str) -> list[Path]:
-    """The file or folder of that name, or what a glob finds, sorted."""
+    """Return the file or folder of that name, or what a glob finds, sorted."""
     expanded = Path(path).expanduser()
     return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  of any root
 
 
 def is_local(path: str) -> bool:
-    """Whether data.path speaks of this machine, and not of the hub."""
+    """Return whether a data.path is on this machine, and not on the hub."""
     return (
         path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
     )
 
 
-def _explain(item: Any) -> str:
-    location = [str(part) for part in item["loc"] if isinstance(part, str | int)]
+def _explain(details: ErrorDetails) -> str:
+    """Return one of pydantic's errors as a line that begins with the key."""
+    location = [str(part) for part in details["loc"] if isinstance(part, str | int)]
     in_source = location[:3] == ["data", "path", "list"]
     if location[:2] == ["data", "path"]:
         del location[2:3]  # the name of the alternative, which the user has not written
-    key, found = ".".join(location), item["input"]
-    if item["type"] == "extra_forbidden":
-        if key == OLD_WARMUP:
-            return f"{key}: is the old name of schedule.warmup, which is given too; keep one"
-        name = "warmup" if location[-1] == "warmup_steps" else location[-1]
-        exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
-        group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
-        siblings = keys_of_group(group)
-        return f"{key}: there is no such key{did_you_mean(exact) or nearest(name, siblings)}"
-    if item["type"] == "missing":
+    key, kind = ".".join(location), details["type"]
+    if kind == "extra_forbidden":
+        return f"{key}: {_explain_unknown_key(location, in_source)}"
+    if kind == "missing":
         return f"{key}: is required"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
+    message = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
         return f"{key}: {message}" if key else message
-    return f"{key}: {message[0].lower()}{message[1:]}, found {found!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}, found {details['input']!r}"
+
+
+def _explain_unknown_key(location: list[str], in_source: bool) -> str:
+    """Return what is wrong with a key that the schema lacks, with the nearest one that it has."""
+    if ".".join(location) == OLD_WARMUP:
+        return "is the old name of schedule.warmup, which is given too; keep one"
+    name = "warmup" if location[-1] == "warmup_steps" else location[-1]
+    exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
+    group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
+    return f"there is no such key{did_you_mean(exact) or nearest(name, keys_of_group(group))}"
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
-    """The recipe with what a laptop lacks replaced: weights, of an adapter too, by random ones, data of the hub by the
-    built-in tasks."""
+    """Return the recipe with what a laptop lacks replaced: weights by random ones, data of the hub by built-in tasks.
+
+    The weights of a saved adapter are replaced too.
+    """
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
     paths = [source.path for source in recipe.data.sources]

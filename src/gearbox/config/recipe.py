@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, Any, Literal
@@ -45,8 +44,8 @@ OLD_WARMUP = "schedule.warmup_steps"  # what schedule.warmup was called, in reci
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `2e-5` as a string; here it is a number, as everywhere else."""
+def _number(value: object) -> object:
+    """Return a string such as `2e-5`, which YAML 1.1 does not read as a number, as a float."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -55,8 +54,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _no_bool(value: Any) -> Any:
-    """YAML's true is Python's 1; as a count it is a mistake."""
+def _no_bool(value: object) -> object:
+    """Raise ValueError for YAML's true, which Python takes for 1; as a count it is a mistake."""
     if isinstance(value, bool):
         raise ValueError("must be a whole number")
     return value
@@ -64,12 +63,12 @@ def _no_bool(value: Any) -> Any:
 
 def _share(text: str) -> str | None:
     """Return a percentage below 100% in its shortest form, such as 2.5%, or None for any other text."""
-    found = SHARE.fullmatch(text)
-    share = Decimal(found[1]).normalize() if found else Decimal(100)
+    match = SHARE.fullmatch(text)
+    share = Decimal(match[1]).normalize() if match else Decimal(100)
     return f"{share:f}%" if share < 100 else None
 
 
-def _warmup(value: Any) -> int | str:
+def _count_or_share(value: object) -> int | str:
     """Return a count as int and a share as a string such as 5%. Raises ValueError for anything else."""
     near = None
     if isinstance(value, str):
@@ -90,12 +89,12 @@ def _warmup(value: Any) -> int | str:
 
 def _accept_old_warmup(json_schema: dict[str, Any]) -> None:
     """Let editors accept the old key, which is deprecated."""
-    json_schema["properties"]["warmup_steps"] = {
-        "deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer",
-    }  # fmt: skip
+    old_key = {"deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer"}
+    json_schema["properties"]["warmup_steps"] = old_key
 
 
 def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
+    """Raise ValueError for a field that no form of rows has."""
     known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
     for name in fields:
         if name not in known:
@@ -110,7 +109,7 @@ Int = Annotated[int, BeforeValidator(_no_bool)]
 Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
 Warmup = Annotated[
     int | str,
-    BeforeValidator(_warmup),
+    BeforeValidator(_count_or_share),
     WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"}]}
     ),
@@ -118,10 +117,14 @@ Warmup = Annotated[
 
 
 class Group(BaseModel):
+    """A group of keys. Unknown keys are errors, and values cannot be changed."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
 
 
 class Model(Group):
+    """Which model is trained, and how it is loaded."""
+
     name: str
     """A folder with config.json, or the id of a model on the Hugging Face hub."""
     revision: str | None = None
@@ -152,6 +155,8 @@ class Model(Group):
 
 
 class Adapter(Group):
+    """Which adapter is trained instead of all weights."""
+
     method: Literal["none", "lora", "dora"] = "none"
     """none trains all weights; lora trains low-rank additions; dora these and each row's magnitude. QLoRA and QDoRA
     are these with model.quantize."""
@@ -170,6 +175,8 @@ class Adapter(Group):
 
 
 class Source(Group):
+    """One of several sources of data."""
+
     path: str
     """As data.path."""
     weight: Float | None = Field(None, gt=0)
@@ -181,6 +188,8 @@ class Source(Group):
 
 
 class Data(Group):
+    """Which documents are trained, and how they are read."""
+
     path: Annotated[
         Annotated[str, Tag("path")] | Annotated[list[Source], Tag("list"), Field(min_length=1)],
         Discriminator(lambda value: "list" if isinstance(value, list) else "path"),
@@ -211,7 +220,7 @@ class Data(Group):
 
     @property
     def sources(self) -> list[Source]:
-        """data.path as a list, each with its split and fields."""
+        """All sources of data.path, each with its split and fields."""
         listed = [Source(path=self.path)] if isinstance(self.path, str) else self.path
         defaults = {"split": self.split, "fields": self.fields}
         return [s.model_copy(update={k: v for k, v in defaults.items() if getattr(s, k) is None}) for s in listed]
@@ -226,6 +235,8 @@ class Data(Group):
 
 
 class Batch(Group):
+    """The size of a step and of its rows."""
+
     rows: Int = Field(ge=1)
     """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
     row_tokens: Int = Field(ge=8)
@@ -234,37 +245,9 @@ class Batch(Group):
     """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How the rows of a step are divided: every data-parallel rank runs the same number of micro batches."""
-
-    rows: int
-    """Rows of one optimizer step, over all ranks."""
-    data_parallel: int
-    """Ranks with rows of their own."""
-    micro_rows: int
-    """Rows of one rank in one forward pass."""
-    accumulation_steps: int
-    """Micro batches of one rank in one optimizer step."""
-
-    @classmethod
-    def divide(cls, rows: int, data_parallel: int, micro_rows: int) -> BatchPlan:
-        """Divide `rows` into micro batches of at most `micro_rows`; the last ones may hold empty rows."""
-        micro_rows = min(micro_rows, -(-rows // data_parallel))
-        return cls(rows, data_parallel, micro_rows, -(-rows // (data_parallel * micro_rows)))
-
-    @property
-    def num_padded_rows(self) -> int:
-        """Rows of one step with the empty ones that fill the last micro batches."""
-        return self.data_parallel * self.accumulation_steps * self.micro_rows
-
-    @property
-    def num_empty_rows(self) -> int:
-        """Rows without targets that fill the last micro batches."""
-        return self.num_padded_rows - self.rows
-
-
 class Optim(Group):
+    """The optimizer."""
+
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     """The others are bitsandbytes': 8bit keeps a byte a moment, paged moves the state out of a full GPU's memory."""
     lr: Float = Field(gt=0)
@@ -282,6 +265,8 @@ class Optim(Group):
 
 
 class Schedule(Group):
+    """The learning rate over the steps of a run."""
+
     model_config = ConfigDict(json_schema_extra=_accept_old_warmup)
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
@@ -298,6 +283,8 @@ class Schedule(Group):
 
 
 class Train(Group):
+    """The length of a run, and its seed."""
+
     steps: Int | None = Field(None, ge=1)
     """Optimizer steps; give this or epochs."""
     epochs: Float | None = Field(None, gt=0)
@@ -313,6 +300,8 @@ class Train(Group):
 
 
 class Eval(Group):
+    """What is evaluated, and when."""
+
     every: Int = Field(0, ge=0)
     """Steps between two evaluations; 0 evaluates only at the start and the end."""
     fraction: Float = Field(0.02, ge=0, lt=1)
@@ -326,6 +315,8 @@ class Eval(Group):
 
 
 class Save(Group):
+    """When checkpoints are written, and how many are kept."""
+
     every: Int = Field(100, ge=0)
     """Steps between two checkpoints, and one at the end; 0 saves only when a signal ends the run."""
     keep: Int = Field(2, ge=2)
@@ -335,6 +326,8 @@ class Save(Group):
 
 
 class Run(Group):
+    """The folder of a run, how it resumes and when it gives up."""
+
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder of the run below run.dir; null is <recipe>-<gear>, with -2, -3, ... where that is taken."""
     dir: str = "runs"
@@ -351,6 +344,8 @@ class Run(Group):
 
 
 class Recipe(Group):
+    """What to train: all groups of keys."""
+
     model: Model
     adapter: Adapter = Adapter()
     data: Data
@@ -376,36 +371,17 @@ class Recipe(Group):
 
     @property
     def method(self) -> str:
-        """full, lora, qlora, dora or qdora."""
+        """The method of training: full, lora, qlora, dora or qdora."""
         if self.adapter.method == "none":
             return "full"
         return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
 
 
-def renamed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's content with schedule.warmup in place of schedule.warmup_steps, or `content` itself.
-
-    Content that has both keys is left as it is: the old one is then refused as unknown.
-    """
-    schedule = content.get("schedule")
-    if not isinstance(schedule, dict) or "warmup_steps" not in schedule or "warmup" in schedule:
-        return content
-    return content | {"schedule": {"warmup" if key == "warmup_steps" else key: schedule[key] for key in schedule}}
-
-
-def for_manifest(recipe: Recipe) -> dict[str, Any]:
-    """Return what a manifest stores of the recipe. A warm-up count keeps its old key, so older versions can resume."""
-    content = recipe.model_dump(mode="json")
-    schedule = content["schedule"]
-    if isinstance(schedule["warmup"], int):
-        schedule["warmup_steps"] = schedule.pop("warmup")
-    return content
-
-
 def recipe_keys() -> list[str]:
-    """Every key of the schema as group.key."""
+    """Return every key of the schema as group.key."""
     return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in keys_of_group(field.annotation)]
 
 
-def keys_of_group(annotation: Any) -> list[str]:
+def keys_of_group(annotation: object) -> list[str]:
+    """Return the keys of a group by its type, none for any other type."""
     return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []

@@ -23,7 +23,8 @@ from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, r
 from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
-from gearbox.config.recipe import RESUME, Recipe, renamed
+from gearbox.config.loader import with_new_keys
+from gearbox.config.recipe import RESUME, Recipe
 from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
@@ -323,7 +324,7 @@ def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifes
 
 def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """The keys whose change makes it another run, with both values."""
-    there, here = _flat(renamed(saved)), _flat(redacted(recipe.model_dump(mode="json")))
+    there, here = _flat(with_new_keys(saved)), _flat(redacted(recipe.model_dump(mode="json")))
     return [
         f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
         for key in sorted({*there, *here})

@@ -20,7 +20,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
-from gearbox.config.recipe import for_manifest
+from gearbox.config.loader import recipe_for_manifest
 from gearbox.console import make_console
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
@@ -213,7 +213,7 @@ class CheckpointContents:
             eval_loss=state.eval_loss if state.evaluated == state.step else None,
             parameters=sharded_state.full_shapes(engine.unwrapped, engine.world),
             scalars=sharded_state.scalars(engine.unwrapped, engine.optimizer, engine.world),
-            recipe=for_manifest(job.recipe),
+            recipe=recipe_for_manifest(job.recipe),
             rows=self.plan.rows_key,
             base=self.plan.base,
             versions=run_folder.versions(),
