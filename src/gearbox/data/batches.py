@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.recipe import BatchPlan
+from gearbox.config.job import BatchPlan
 from gearbox.data.packing import Chunks, Corpus, pack
 
 IGNORE_INDEX = -100  # a target that is not trained; the value torch's cross entropy skips
