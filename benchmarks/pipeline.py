@@ -22,10 +22,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-import conftest  # noqa: E402, F401  the environment of the warm ranks
 from gearbox.distributed import pipeline_parallel, pipeline_stages  # noqa: E402
 from gearbox.model import loss  # noqa: E402
-from ranks import fork_ranks  # noqa: E402
+from support.ranks import fork_ranks  # noqa: E402
 
 ROWS, ROW_TOKENS = 16, 128
 NUMS = [1, 2, 4, 8, 16]

@@ -14,6 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
+NUM_PARTS = 48  # that there are at least, in whatever folders
 INSTALLER = "pip"  # comes with the virtual environment
 
 
@@ -40,9 +41,9 @@ def failed_imports() -> list[str]:
     """Parts and commands that do not import, and why."""
     sys.path.insert(0, str(SOURCE))
     names = "torch accelerate deepspeed transformers peft bitsandbytes datasets gearbox".split()
-    names += [f"gearbox.{path.stem}" for path in sorted((SOURCE / "gearbox").glob("[!_]*.py"))]
-    names += [path.stem for path in sorted(SOURCE.glob("*.py"))]
-    problems = []
+    parts = [path.relative_to(SOURCE).with_suffix("").parts for path in sorted(SOURCE.rglob("[!_]*.py"))]
+    names += [".".join(part) for part in parts]
+    problems = [] if len(parts) >= NUM_PARTS else [f"{SOURCE}: {len(parts)} modules, and there should be {NUM_PARTS}"]
     for name in names:
         try:
             importlib.import_module(name)

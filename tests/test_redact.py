@@ -90,6 +90,7 @@ def guarded(usual, guard):
     return make
 
 
+@pytest.mark.cold
 def test_a_traceback_has_none_either(secrets, tmp_path):
     code = (
         "from gearbox.launch import cli\ndef main(_): raise RuntimeError('with canaryBBBBBBBBBBBBBBBB')\ncli.run(main)"
