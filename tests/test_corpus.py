@@ -842,6 +842,12 @@ def test_a_rank_that_nobody_builds_for_builds_itself(tokenizer, tmp_path, monkey
     assert len(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
 
 
+def test_a_module_run_as_a_script_does_not_hide_the_standard_library():
+    """Its folder is the first of sys.path then: src/gearbox/data/builtin_tasks.py writes the tiny tokenizer so."""
+    names = {path.stem for path in Path(corpus.__file__).parent.glob("*.py")}
+    assert "builtin_tasks" in names and not names & sys.stdlib_module_names
+
+
 def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
     """Many set this variable to be rid of a warning; the processes of the pool then waited for ever."""
     jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 50} for i in range(300)])
