@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from gearbox import ROOT
-from gearbox.data import corpus, tokenize
+from gearbox.data import corpus, tokenization
 from support.corpora import jsonl
 
 

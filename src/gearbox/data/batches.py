@@ -84,10 +84,7 @@ class PackedRows:
     def key(self) -> str:
         """Hash of which tokens of the corpus are in which row: equal rows of equal corpora are equal training."""
         digest = xxhash.xxh3_128()
-        arrays = [self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts]
-        if len(self.group_sizes) > 1:
-            arrays.append(np.array(self.group_sizes))
-        for array in arrays:
+        for array in (self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return digest.hexdigest()
 

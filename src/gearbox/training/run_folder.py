@@ -25,6 +25,7 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
 from gearbox.config.loader import with_new_keys
 from gearbox.config.recipe import RESUME, Recipe
+from gearbox.data.batches import PackedRows
 from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
@@ -125,9 +126,10 @@ class Run:
             )
 
 
-def rows_key(corpus_digest: str, rows_digest: str) -> str:
-    """Return what identifies the tokens of a run, and which of them are in which row."""
-    return f"{BY_TOKENS}{corpus_digest} {rows_digest}"
+def rows_key(corpus_digest: str, rows: PackedRows) -> str:
+    """Return what identifies the tokens of a run, which of them are in which row, and which rows are of which source."""
+    groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
+    return f"{BY_TOKENS}{corpus_digest}{groups} {rows.key}"
 
 
 def _are_same_rows(saved: str, rows: str) -> bool:
