@@ -70,7 +70,7 @@ WAYS = {
 def measure(way: str, path: str) -> None:
     """In a process of its own: print tokens and seconds."""
     import datasets
-    import gearbox.corpus  # noqa: F401  what is imported is not counted
+    import gearbox.data.corpus  # noqa: F401  what is imported is not counted
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()

@@ -71,7 +71,7 @@ def test_a_tokenizing_process_that_is_killed_ends_the_run(train, tmp_path, monke
     """The others are ended by SIGTERM, which must not be caught by the watch that they have inherited."""
 
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    monkeypatch.setattr(tokenize, "_run_worker", one_dies)
+    monkeypatch.setattr(tokenization, "_run_worker", one_dies)
     outcome = train("single", "data.path=builtin:tasks", "data.supervise=last")
     assert outcome.codes == [2], outcome.output
 
