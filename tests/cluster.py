@@ -32,9 +32,10 @@ import functools, sys
 from pathlib import Path
 sys.path.insert(0, "src")
 import launch
-launch.JOIN_SECONDS = {JOIN_SECONDS}
-launch.train = functools.partial(launch.train, script=Path("tests/faults/train.py").resolve())
-launch.command.run(launch.main)
+from gearbox.launch import cli, supervisor
+supervisor.JOIN_SECONDS = {JOIN_SECONDS}
+supervisor.supervise = functools.partial(supervisor.supervise, script=Path("tests/faults/train.py").resolve())
+cli.run(launch.main)
 """
 
 

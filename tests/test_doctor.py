@@ -164,7 +164,7 @@ def test_a_rank_that_dies(examine):
 
 def test_a_rank_that_dies_where_nothing_fails_by_itself(examine, monkeypatch):
     """The others wait outside any collective, as they would inside one of NCCL's."""
-    monkeypatch.setattr(doctor, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
+    monkeypatch.setattr(gpus, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
     _, _, told = examine(lambda rank: None, "--timeout", "8")
     assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) has died in check-in"}
 
@@ -255,8 +255,8 @@ def test_a_machine_that_lacks_almost_everything(tmp_path):
     assert of_colour(told, "yellow")["limits"] == "256 open files, 1 ranks may need 528"
     # two ranks there: what a single one would not notice
     look = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox import machine; "
-        "[print(machine.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox.doctor import host; "
+        "[print(host.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
     )
     line = f"mount -t tmpfs -o size=16m none /dev/shm; exec python -c {shlex.quote(look)} {ROOT}/src"
     said = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path).stdout.splitlines()
@@ -333,17 +333,18 @@ def test_what_is_the_same_on_all_machines_is_said_once():
 )
 def test_the_address_that_other_machines_are_told(resolved, environment, colour, words):
     interfaces = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]}
-    found = network.interface("node1", resolved, interfaces, 2, 8, environment, way_out="10.0.0.5")
+    addresses = network.HostAddresses("node1", resolved, interfaces, way_out="10.0.0.5")
+    found = network.check_address(addresses, 2, 8, environment)
     assert found.colour == colour and words in found.text
     if colour == "red":
         assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface that leads to the first machine
-    alone = network.interface("node1", resolved, interfaces, 1, 8, environment, way_out=None)
+    alone = network.check_address(addresses, 1, 8, environment)
     assert alone.colour == "green"
 
 
 def test_the_hub_never_blocks_and_is_never_red(monkeypatch):
-    assert network.hub_reachable({"HF_HUB_OFFLINE": "1"}).colour == "green"
-    found = network.hub_reachable({"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert network.check_hub({"HF_HUB_OFFLINE": "1"}).colour == "green"
+    found = network.check_hub({"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert found.colour == "yellow" and "http://127.0.0.1:9" in found.text
     monkeypatch.setattr(network, "HUB_SECONDS", 0.1)
     assert network.in_background(lambda: threading.Event().wait())().colour == "yellow"

@@ -60,8 +60,8 @@ class Run:
     def start(self, wrap: list[str] = ()) -> "Run":
         code = (
             "import sys; from pathlib import Path; sys.path.insert(0, 'src')\n"
-            "import launch; from gearbox import command\n"
-            "command.run(lambda a: launch.train(a[:2], a[2:], Path('tests/faults/train.py').resolve()))"
+            "from gearbox.launch import cli, supervisor\n"
+            "cli.run(lambda a: supervisor.supervise(a[:2], a[2:], Path('tests/faults/train.py').resolve()))"
         )
         flags = [f"--config_file=accelerate_configs/{self.gear}.yaml", f"--num_processes={self.ranks}"]
         self.log = (WORK / "logs" / f"{self.name}.log").open("a")
