@@ -98,8 +98,8 @@ def package_versions(found: dict[str, str], pyproject: Path, constraints: Path) 
         again = "make setup installs the tested ones; make test says whether these do"
         yield Finding("yellow", "versions", "; ".join(other), again)
     if not wrong and not other:
-        said = ", ".join(f"{name} {found[name]}" for name in ("python", *JOINED) if name in found)
-        yield Finding("green", "versions", said)
+        summary = ", ".join(f"{name} {found[name]}" for name in ("python", *JOINED) if name in found)
+        yield Finding("green", "versions", summary)
 
 
 def _required(pyproject: Path) -> list[Requirement]:
@@ -110,7 +110,7 @@ def _required(pyproject: Path) -> list[Requirement]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # an image may hold the code alone
+    except OSError:  # an image may have only the code
         return ""
 
 
@@ -122,16 +122,16 @@ def shared_memory(path: Path, num_ranks: int, num_gpus: int) -> Finding:
         room = os.statvfs(path)
         size = room.f_blocks * room.f_frsize
     needed = SHM_PER_RANK * num_ranks
-    said = f"{path} has {format_bytes_short(size)}"
+    summary = f"{path} has {format_bytes_short(size)}"
     if num_ranks == 1 or size >= needed:
-        return Finding("green", "shm", said)
+        return Finding("green", "shm", summary)
     advice = (
         f"give it {format_bytes_short(max(GiB, needed))}: docker run --shm-size, or an emptyDir with medium: Memory on "
         f"{path} in Kubernetes"
     )
     if num_gpus == 0:
-        return Finding("yellow", "shm", f"{said}; gloo needs none, but NCCL would for {num_ranks} ranks", advice)
-    return Finding("red", "shm", f"{said}; NCCL may need {format_bytes_short(needed)} for {num_ranks} ranks", advice)
+        return Finding("yellow", "shm", f"{summary}; gloo needs none, but NCCL would for {num_ranks} ranks", advice)
+    return Finding("red", "shm", f"{summary}; NCCL may need {format_bytes_short(needed)} for {num_ranks} ranks", advice)
 
 
 def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
@@ -161,10 +161,10 @@ def memory(num_ranks: int) -> Finding:
     room = _cgroup_room()
     if room is not None and room < free:
         free, limited = room, " of the container's limit"
-    said = f"{format_bytes_short(free)} free{limited}"
+    summary = f"{format_bytes_short(free)} free{limited}"
     if free >= MEMORY_PER_RANK * num_ranks:
-        return Finding("green", "memory", said)
-    text = f"{said} for {num_ranks} ranks, which take {format_bytes_short(MEMORY_PER_RANK)} each to start"
+        return Finding("green", "memory", summary)
+    text = f"{summary} for {num_ranks} ranks, which take {format_bytes_short(MEMORY_PER_RANK)} each to start"
     advice = "end what else runs here (ps aux --sort -rss), raise the container's limit, or start fewer ranks"
     return Finding("yellow", "memory", text, advice)
 
@@ -182,23 +182,25 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 def disk(runs: Path) -> Finding:
     """Check whether the runs' folder can be written, how fast, and how much is free."""
-    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     try:
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(folder).free
         for _ in range(3):  # another process may be writing
-            rate, sync = _write_speed(place)
+            rate, sync = _write_speed(folder)
             slow = rate < SLOW_DISK or sync > SLOW_SYNC
             if not slow:
                 break
     except OSError as error:
         advice = "free some room there, make it this user's, or give run.dir=FOLDER"
         return Finding("red", "disk", f"{runs} cannot be written: {error.strerror}", advice)
-    said = f"{runs}: {format_bytes_short(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
+    summary = f"{runs}: {format_bytes_short(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
     if free < 10 * GiB:
-        return Finding("yellow", "disk", said, "a checkpoint has 12 bytes a trained weight, 84 GB of a 7B; free some")
+        return Finding(
+            "yellow", "disk", summary, "a checkpoint has 12 bytes a trained weight, 84 GB of a 7B; free some"
+        )
     if slow:
-        return Finding("yellow", "disk", said, "checkpoints will take long: use a local disk, or save more seldom")
-    return Finding("green", "disk", said)
+        return Finding("yellow", "disk", summary, "checkpoints will take long: use a local disk, or save more seldom")
+    return Finding("green", "disk", summary)
 
 
 def _write_speed(folder: Path) -> tuple[float, float]:
@@ -250,14 +252,14 @@ def operations(gear: Gear, num_gpus: int) -> Iterator[Finding]:
     """Check whether DeepSpeed can compile what it needs at the start of this gear."""
     for name in gear.compiled:
         missing = [
-            said
-            for said, there in (
+            tool
+            for tool, is_there in (
                 ("a C++ compiler", shutil.which(os.environ.get("CXX", "g++"))),
                 ("ninja", shutil.which("ninja") or importlib.util.find_spec("ninja")),
                 ("libaio's headers", name != "async_io" or _header("libaio.h")),
                 ("nvcc", num_gpus == 0 or shutil.which("nvcc") or os.environ.get("CUDA_HOME")),
             )
-            if not there
+            if not is_there
         ]
         built = _built(name)
         if built:
@@ -279,7 +281,7 @@ def _header(name: str) -> bool:
 def _built(name: str) -> Path | None:
     """Return the compiled operation: where torch keeps what it compiles, or in the installed package."""
     home = os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions")
-    places = [Path(home)]
+    folders = [Path(home)]
     if (spec := importlib.util.find_spec("deepspeed")) and spec.origin:
-        places.append(Path(spec.origin).parent / "ops")
-    return next((path for place in places for path in place.rglob(f"{name}*.so")), None)
+        folders.append(Path(spec.origin).parent / "ops")
+    return next((path for folder in folders for path in folder.rglob(f"{name}*.so")), None)
