@@ -16,13 +16,12 @@ from pathlib import Path
 
 from rich.markup import escape
 
-import launch
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import OLD_WARMUP, Recipe
 from gearbox.errors import UserError
-from gearbox.launch import cli, outcome
+from gearbox.launch import cli, outcome, supervisor
 
 USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -178,7 +177,7 @@ def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
     flags = [f"--config_file={gear.path}", f"--num_processes={gear.num_processes}"]
     path = folder / f"{label(gear)}.log"
     with path.open("a", encoding="utf-8", buffering=1) as log:
-        code = launch.train(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
+        code = supervisor.supervise(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
     if code in (130, outcome.EXIT_SAVED):
         raise KeyboardInterrupt
     if code == 0:

@@ -9,8 +9,8 @@ class UserError(Exception):
     """An error that the user can fix. Its text is shown as it is, without a traceback."""
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return the error's text in one line, cut off after `limit` characters. Libraries' errors can be pages long."""
+def one_line(error: BaseException, limit: int | None = 300) -> str:
+    """Return the error's text in one line, its first `limit` characters. Libraries' errors can be pages long."""
     return " ".join(str(error).split())[:limit]
 
 

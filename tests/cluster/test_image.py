@@ -12,12 +12,12 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-import launch
 from gearbox import ROOT
+from gearbox.launch.supervisor import SHUTDOWN_SECONDS
 from support.repository import plant
 
 sys.path.insert(0, str(ROOT / "docker"))
-from verify import canonical, differences, locked_versions
+from verify import MIN_MODULES, canonical, differences, locked_versions, own_modules
 
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "requirements").glob("*.lock"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,6 +72,12 @@ def test_verify_names_what_is_not_as_locked():
     ]
 
 
+def test_verify_finds_modules_in_their_folders():
+    names = own_modules()
+    assert {"train", "gearbox", "gearbox.redact", "gearbox.launch", "gearbox.launch.supervisor"} <= {*names}
+    assert len(names) >= MIN_MODULES and len(names) == len({*names})
+
+
 def test_no_image_or_action_is_one_that_moves():
     """No `latest`: what runs tomorrow is what ran today."""
     text = {name: (ROOT / name).read_text(errors="replace") for name in TRACKED if not name.startswith("tests/")}
@@ -113,7 +119,7 @@ def test_scripts_of_a_workflow_are_shell():
 def test_compose_says_what_the_image_is():
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]
     assert service["image"] == f"gearbox:{PROJECT['version']}"
-    assert int(service["stop_grace_period"].removesuffix("m")) * 60 > launch.SHUTDOWN_SECONDS
+    assert int(service["stop_grace_period"].removesuffix("m")) * 60 > SHUTDOWN_SECONDS
     volumes = re.search(r"^VOLUME (.*)$", (ROOT / "Dockerfile").read_text(), re.M)[1]
     assert {volume.split(":")[1] for volume in service["volumes"]} >= set(yaml.safe_load(volumes))
 

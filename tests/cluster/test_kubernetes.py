@@ -18,7 +18,7 @@ import launch
 from gearbox import ROOT
 from gearbox.config.gear import load_gear
 from gearbox.config.recipe import Run
-from gearbox.launch import outcome
+from gearbox.launch import outcome, supervisor
 from gearbox.launch.topology import Node
 from support.manifests import (
     JOB_NAME,
@@ -179,10 +179,10 @@ def gib(quantity):
 
 def test_the_kubelet_waits_longer_than_a_save(job):
     grace = job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > launch.SHUTDOWN_SECONDS
+    assert grace > supervisor.SHUTDOWN_SECONDS
     measured = re.search(r"complete after \d+ to (\d+) s", (ROOT / "benchmarks" / "saving.md").read_text())
     assert grace > 2 * int(measured[1]), "one under way, and the last one"
-    assert f"{grace} s" in DOCUMENT and f"{launch.SHUTDOWN_SECONDS} s" in DOCUMENT
+    assert f"{grace} s" in DOCUMENT and f"{supervisor.SHUTDOWN_SECONDS} s" in DOCUMENT
 
 
 def test_a_trainjob_runs_the_pods_of_a_job():
@@ -251,10 +251,10 @@ def test_the_line_is_one_that_launch_takes(rendered, job, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     started = []
-    monkeypatch.setattr(launch, "train", lambda *given, **named: started.append((*given, named["place"])) or 0)
+    monkeypatch.setattr(supervisor, "supervise", lambda *given, **named: started.append((*given, named["node"])) or 0)
     assert launch.main(argv[2:]) == 0
     (_, _, script, _), (flags, arguments, place) = started
-    assert script == launch.DOCTOR, "first"
+    assert script == supervisor.DOCTOR, "first"
     machines, name = job["spec"]["parallelism"], job["metadata"]["name"]
     domain = job["spec"]["template"]["spec"]["subdomain"]
     assert place == Node(machines, 1, f"{name}-0.{domain}", 29500) and machines == job["spec"]["completions"]
@@ -302,7 +302,7 @@ def test_each_end_is_what_the_document_says(job):
 
 def test_a_lost_pod_is_tried_as_often_as_a_lost_rank_and_then_all_end(job):
     spec = job["spec"]
-    assert spec["backoffLimitPerIndex"] == launch.MAX_RESTARTS and spec["maxFailedIndexes"] == 0
+    assert spec["backoffLimitPerIndex"] == supervisor.MAX_RESTARTS and spec["maxFailedIndexes"] == 0
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}, "rank 0 ends last"
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "what podFailurePolicy asks for"
     assert "backoffLimit" not in spec and "podReplacementPolicy" not in spec

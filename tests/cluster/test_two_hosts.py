@@ -31,9 +31,11 @@ import functools, sys
 from pathlib import Path
 sys.path.insert(0, "src")
 import launch
-launch.JOIN_SECONDS = {JOIN_SECONDS}
-launch.train = functools.partial(launch.train, script=Path("tests/support/train_with_ledger.py").resolve())
-launch.command.run(launch.main)
+from gearbox.launch import cli, supervisor
+supervisor.JOIN_SECONDS = {JOIN_SECONDS}
+script = Path("tests/support/train_with_ledger.py").resolve()
+supervisor.supervise = functools.partial(supervisor.supervise, script=script)
+cli.run(launch.main)
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.errors import UserError
 from gearbox.launch import topology
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.topology import Node, RankDevice, check_single_world, format_rank_table, node_from_flags
 
 NAMES = [name for names in topology.NODE_FLAGS.values() for name in names] + [
@@ -140,6 +141,13 @@ def test_machines_that_have_not_met_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "1:4")  # torchrun's elastic range
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     check_single_world(alone)
+
+
+def test_a_port_of_kubernetes_is_not_a_port_of_torch(monkeypatch):
+    """A service named master is announced to each pod as MASTER_PORT=tcp://..."""
+    for given, port in (("29500", 29500), ("tcp://10.0.0.7:80", 0), ("", 0)):
+        monkeypatch.setenv("MASTER_PORT", given)
+        assert LaunchEnvironment.read().store_port == port
 
 
 def test_idle_machines_of_a_slurm_job(monkeypatch):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-import launch
 import parity as script
 from gearbox import ROOT
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
+from gearbox.launch import supervisor
 from gearbox.model import optimizer
 from gearbox.reporting import run_comparison
 from support.breakages import averaged_per_micro_batch, clipped_at_auto
@@ -43,7 +43,7 @@ def compare(tmp_path, chats, monkeypatch, capsys):
             output.write(outcome.output + (f"gearbox: {outcome.output}" if 2 in outcome.codes else ""))
             return max(outcome.codes)
 
-        monkeypatch.setattr(launch, "train", train)
+        monkeypatch.setattr(supervisor, "supervise", train)
         given = ["--gears", gears, "--steps", "6", f"run.dir={tmp_path}/runs", f"data.path={chats}", *SMALL]
         code = script.main([*given, *arguments])
         return code, capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_what_is_stopped_leaves_nothing_large(tmp_path, monkeypatch, capsys):
         begun[-1].mkdir(parents=True)
         return 85
 
-    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(supervisor, "supervise", train)
     assert script.main(["--gears", "single,fsdp", f"run.dir={tmp_path}/runs"]) == 130
     assert len(begun) == 1 and not begun[0].parent.exists()
     assert "stopped" in capsys.readouterr().out

@@ -59,8 +59,9 @@ class Run:
     def start(self, wrap: list[str] = ()) -> "Run":
         code = (
             "import sys; from pathlib import Path; sys.path.insert(0, 'src')\n"
-            "import launch; from gearbox import command\n"
-            "command.run(lambda a: launch.train(a[:2], a[2:], Path('tests/support/train_with_ledger.py').resolve()))"
+            "from gearbox.launch import cli, supervisor\n"
+            "script = Path('tests/support/train_with_ledger.py').resolve()\n"
+            "cli.run(lambda a: supervisor.supervise(a[:2], a[2:], script))"
         )
         flags = [f"--config_file=accelerate_configs/{self.gear}.yaml", f"--num_processes={self.ranks}"]
         self.log = (WORK / "logs" / f"{self.name}.log").open("a")

@@ -5,9 +5,9 @@ step-N/
                               or, for a block of an N-dimensional tensor, "kind|parameter|row,column"
     manifest.json             every shard with size and digest, what resumes, shapes, recipe, gear, versions
 
-A rename commits it. Where a rename is not atomic (`filesystem.rename_problem`), shards are written into step-N itself, as
-shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it is written last, and
-without a complete one the folder is not a checkpoint.
+A rename commits it. Where a rename is not atomic (`filesystem.rename_problem`), shards are written into step-N itself,
+as shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it is written last,
+and without a complete one the folder is not a checkpoint.
 
 Kinds are `parameter`, `buffer` and what the optimizer keeps (`exp_avg`, ...). No pickle is written or read: a digest
 guards against damage, not against code. This module knows files, not ranks.

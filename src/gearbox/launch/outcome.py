@@ -39,16 +39,12 @@ def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: 
     """Write an outcome (running, done, saved, failed, refused) where people and src/launch.py look for it."""
     status = {"outcome": outcome, "text": text, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
     status_file = folder / "status.json" if folder is not None and folder.is_dir() else None
-    for path in filter(None, (status_file, outcome_file())):
+    # src/launch.py's first: whoever sees a step in status.json may rely on a restart.
+    for path in filter(None, (outcome_file(), status_file)):
         try:
             filesystem.atomic_write(path, json.dumps(redacted(status)) + "\n")
         except OSError as error:  # a full disk is no reason to stop
             print(f"gearbox: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-
-
-def requested_run_folder() -> str | None:
-    """Return the folder that a restart is to resume in, None at the first try."""
-    return os.environ.get(RUN_FOLDER)
 
 
 def read_outcome(path: Path) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Run:
 
 
 def rows_key(corpus_digest: str, rows: PackedRows) -> str:
-    """Return what identifies the tokens of a run, which of them are in which row, and which rows are of which source."""
+    """Return what identifies the tokens of a run, which row each is in, and which source each row is of."""
     groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
     return f"{BY_TOKENS}{corpus_digest}{groups} {rows.key}"
 
