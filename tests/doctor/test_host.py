@@ -58,8 +58,8 @@ def test_a_machine_that_lacks_almost_everything(tmp_path):
     assert of_colour(told, "yellow")["limits"] == "256 open files, 1 ranks may need 528"
     # two ranks there: what a single one would not notice
     look = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox import machine; "
-        "[print(machine.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox.doctor import host; "
+        "[print(host.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
     )
     line = f"mount -t tmpfs -o size=16m none /dev/shm; exec python -c {shlex.quote(look)} {ROOT}/src"
     said = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path).stdout.splitlines()

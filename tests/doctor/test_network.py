@@ -24,17 +24,18 @@ from gearbox.doctor import network
 )
 def test_the_address_that_other_machines_are_told(resolved, environment, colour, words):
     interfaces = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]}
-    found = network.interface("node1", resolved, interfaces, 2, 8, environment, way_out="10.0.0.5")
+    addresses = network.HostAddresses("node1", resolved, interfaces, way_out="10.0.0.5")
+    found = network.check_address(addresses, 2, 8, environment)
     assert found.colour == colour and words in found.text
     if colour == "red":
         assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface that leads to the first machine
-    alone = network.interface("node1", resolved, interfaces, 1, 8, environment, way_out=None)
+    alone = network.check_address(addresses, 1, 8, environment)
     assert alone.colour == "green"
 
 
 def test_the_hub_never_blocks_and_is_never_red(monkeypatch):
-    assert network.hub_reachable({"HF_HUB_OFFLINE": "1"}).colour == "green"
-    found = network.hub_reachable({"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert network.check_hub({"HF_HUB_OFFLINE": "1"}).colour == "green"
+    found = network.check_hub({"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert found.colour == "yellow" and "http://127.0.0.1:9" in found.text
     monkeypatch.setattr(network, "HUB_SECONDS", 0.1)
     assert network.in_background(lambda: threading.Event().wait())().colour == "yellow"

@@ -12,7 +12,7 @@ import torch
 
 import doctor
 from gearbox.config.gear import load_gear
-from gearbox.doctor import comm_benchmark
+from gearbox.doctor import comm_benchmark, gpus
 from support.examination import DDP, HOST, of_colour, on_rank_1
 from support.ranks import fork_ranks, launcher_environment
 
@@ -44,7 +44,7 @@ def test_a_rank_that_dies(examine):
 
 def test_a_rank_that_dies_where_nothing_fails_by_itself(examine, monkeypatch):
     """The others wait outside any collective, as they would inside one of NCCL's."""
-    monkeypatch.setattr(doctor, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
+    monkeypatch.setattr(gpus, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
     _, _, told = examine(lambda rank: None, "--timeout", "8")
     assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) has died in check-in"}
 

@@ -115,8 +115,10 @@ def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeyp
 
     for _ in range(4):
         until(has_begun, process)
-        for rank in ranks_of(process):
+        killed = ranks_of(process)
+        for rank in killed:
             rank.kill()
+        psutil.wait_procs(killed)  # else the same rank may be killed twice
     assert process.wait() == 93
     log = (tmp_path / "log").read_text()
     assert log.count("; restart ") == 3
