@@ -2,7 +2,7 @@
 
 accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
 
-The loop is `fit` in src/gearbox/training/loop.py; what is built before it is in session.py beside it.
+The loop is `fit` in src/gearbox/training/loop.py. session.py there builds what it needs; finish.py ends the run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,31 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
     job = read_job(arguments, gear)  # refused here, in half a second, if the files show a mistake
 
-    from gearbox.training import evaluation, finish, loop, run_folder, session  # torch, imported in this one place
+    # torch, imported in this one place
+    from gearbox.training import evaluation, finish, loop, run_folder, session
+    from gearbox.training.outputs import open_outputs
 
     job, data = session.prepare_data(job)  # before ranks meet: tokenizing may take longer than a collective may
     world = session.join(job, data)
     with run_folder.open_run(job, world, world.screen.print) as run, watchdog.running():
         engine = session.build_engine(job, data, world, run)
-        verified = session.verify(engine, data)  # what was asked for is what runs, or nothing does
-        plan = session.make_plan(engine, data, verified, run)
-        session.announce(plan, data, verified.rows, run, world)
-        questions = evaluation.SampleQuestions(verified.rows, engine, data.tokenizer)
+        run.restore(engine)  # the newest good checkpoint, if there is one
+        facts = session.check_engine(engine, data)  # what was asked for is what runs, or nothing does
+        rows, leakage = session.choose_rows(engine, data)
+        plan = session.make_plan(engine, data, rows, run, facts, leakage)
+        session.announce(plan, data, rows, run, world)
+        questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)
         if not run.state.step:
             run.state.answers_before = questions.ask()
-        with session.open_outputs(plan, engine, run, watchdog) as outputs:
-            if loop.fit(engine, verified.rows, run.state, outputs, watchdog):
+        with open_outputs(plan, engine, run, watchdog) as outputs:
+            if loop.fit(engine, rows, run.state, outputs, watchdog):
                 return finish.end_stopped(run, world, watchdog)
-            finish.end_training(run, plan.num_steps, world, watchdog)
+            finish.end_training(run, rows.num_steps, world, watchdog)
             answers = questions.ask()
-        finish.save_model(engine, questions, run)
-        finish.report(plan, questions, answers, run)
+        finish.save_model(engine, data.tokenizer, run)
+        if world.rank == 0:
+            finish.report(plan, rows, data.tokenizer, answers, run)
+        run.write_status("done")
     return 0
 
 

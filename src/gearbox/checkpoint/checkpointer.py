@@ -112,8 +112,8 @@ class Checkpointer:
         self._of_others: set[str] = set()
         """Shards that other machines wrote: they may be seen here later."""
 
-    def on_step_boundary(self, state: TrainState, num_steps: int, stop: bool) -> bool:
-        """Advance a save, or start one that is due. Return True if the ranks are to stop here, on every rank."""
+    def save_if_due(self, state: TrainState, num_steps: int, stop: bool) -> bool:
+        """Advance a save, or start one that is due. Return True on every rank if one of them was asked to stop."""
         busy, failed, stopping = self.world.sum([self._is_busy(), self._has_failed(), stop])
         if self._step and (failed or not busy):
             self._next_stage()

@@ -17,7 +17,7 @@ class StepResult:
     """What an optimizer step of all ranks gave."""
 
     loss: float
-    """Mean over the target tokens of the step."""
+    """Mean over the target tokens of the step; of a mixture of experts with its weighted router loss."""
     grad_norm: float
     """L2 norm before clipping; not finite where no rank took the step."""
     router_loss: float | None = None

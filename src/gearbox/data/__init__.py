@@ -1,1 +1,1 @@
-"""From a file to the batch of step s. No rank, no engine."""
+"""From a file to a step: sources, row_formats, loss_mask, tokenization, corpus, packing, splits, batches, sampler."""

@@ -1,4 +1,4 @@
-"""Training rows, held-out rows, and dropped documents with the reason."""
+"""Decide for each document whether it is trained, held out or dropped, and pack the rows."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class Engine:
     world: ProcessGroup
     accelerator: Accelerator
     model: nn.Module
-    """As the engine wraps it: call this one."""
+    """As the engine wraps it: call this one. With labels it returns the sum of its target tokens' losses
+    (model/loss.py); without gradients, each token's."""
     unwrapped: nn.Module
     """As it was loaded: its parameters have the model's own names."""
     optimizer: Optimizer
@@ -77,7 +78,10 @@ class Engine:
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """The same of rows without training, where ranks that share a sequence have rows of their own."""
+        """Which part of the held-out rows this rank evaluates, and how many parts there are.
+
+        Ranks that share a sequence in training evaluate different rows.
+        """
         return self.job.gear.eval_shard(self.world.rank)
 
     def to_device(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,7 +90,7 @@ class Engine:
 
     @contextmanager
     def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield what this rank computes of a micro batch that is trained, within gradient accumulation."""
+        """Enter gradient accumulation, which decides `is_last_micro_batch`; yield the model's inputs on this rank."""
         with self.accelerator.accumulate(self.model), self.local_tokens(self.to_device(micro_batch)) as inputs:
             yield inputs
 
@@ -101,23 +105,24 @@ class Engine:
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks with tokens of their own, on every rank."""
-        return self.reduce(value) / self.job.gear.degree("tp")  # whose ranks all have the same tokens
+        return self.sum_over_all_ranks(value) / self.job.gear.degree("tp")  # whose ranks all have the same tokens
 
-    def reduce(self, value: torch.Tensor) -> torch.Tensor:
+    def sum_over_all_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank."""
         return cast(torch.Tensor, self.accelerator.reduce(value, "sum"))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a loss that is summed over ranks and micro batches.
 
-        Engines average over the ranks that have tokens of their own and over the micro batches: both are undone here.
+        Engines average over the ranks that have tokens of their own (dp, cp, sp) and over the micro batches: both are
+        undone here. ZeRO clips and takes its step inside the last backward pass of a step.
         """
         self.accelerator.backward(loss * (self.job.gear.averaged_over * self.job.batch.accumulation_steps))
 
     def clip_gradients(self, max_norm: float) -> float:
         """Clip the gradient of the whole step and return its norm before; not finite where the step must be skipped.
 
-        ZeRO has clipped already, and taken its step: none, if the norm was not finite.
+        ZeRO has clipped already in `backward`, and taken its step; it took none if the norm was not finite.
         """
         if getattr(getattr(self.model, "optimizer", None), "overflow", False):
             return math.nan

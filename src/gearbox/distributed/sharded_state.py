@@ -328,28 +328,33 @@ def _buffer_shards(model: nn.Module) -> Iterator[TensorShard]:
 
 @torch.no_grad()
 def restore(
-    model: nn.Module, engine_model: nn.Module, optimizer: Optimizer, reader: ShardReader, written_by: str, world: World
+    unwrapped: nn.Module, wrapped: nn.Module, optimizer: Optimizer, reader: ShardReader, written_by: str, world: World
 ) -> None:
     """Give each trained parameter and its optimizer state the saved values, before the first forward pass.
 
-    `engine_model` is the wrapped model. Raises UserError where the checkpoint is of another model, or where the
+    unwrapped: nn.Module,
+    wrapped: nn.Module,
+    optimizer: Optimizer,
+    reader: ShardReader,
+    written_by: str,
+    world: World,
     optimizer's state fits only the gear and ranks that `written_by` names.
     """
-    _check_shapes(full_shapes(model, world), reader)
-    parameters = _trained_shards(model)
+    _check_shapes(full_shapes(unwrapped, world), reader)
+    parameters = _trained_shards(unwrapped)
     refusal = UserError(
         f"{reader.folder}: this optimizer's state cannot be cut anew for this gear; go on with it under {written_by}"
     )
     if not any(isinstance(parameter, Zero12Shard | Zero3Shard) for parameter in parameters):
-        _make_state(model, optimizer, reader)
-    elif not _make_zero_state(engine_model, optimizer, reader):
+        _make_state(unwrapped, optimizer, reader)
+    elif not _make_zero_state(wrapped, optimizer, reader):
         raise refusal
     for parameter in parameters:
         for shard in _with_state(parameter, unwrap_optimizer(optimizer)):
             if shard.kind not in ("parameter", *reader.kinds(shard.name)):
                 raise refusal
             parameter.set(shard, reader.read_shard(shard))
-    for buffer in _buffer_shards(model):
+    for buffer in _buffer_shards(unwrapped):
         buffer.tensor.copy_(reader.read_shard(buffer))
     for parameter in parameters:
         if isinstance(parameter, Zero12Shard):

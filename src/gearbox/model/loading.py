@@ -151,6 +151,7 @@ def load(
     adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
     if settings.quantize:
         _check_quantized(loaded, settings)
+        _keep_storage(loaded)
     if not trains_all:
         loaded = adapters.attach_adapter(loaded, recipe)
         if masters == "bf16":
@@ -182,6 +183,16 @@ def _nf4(compute: torch.dtype) -> Any:
         # uint8, the default, is left out of FSDP's sharding without an error.
         bnb_4bit_quant_storage=compute,
     )
+
+
+def _keep_storage(model: torch.nn.Module) -> None:
+    """Let 4-bit weights keep their storage where the CPU has AVX512-BF16.
+
+    bitsandbytes 0.50 repacks them there at the first evaluation: sharded ones (FSDP2, ZeRO-3) then compute nonsense.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:

@@ -50,7 +50,8 @@ class Plan:
     num_steps: int
     data: dict[str, str]
     """Line by line, of `data_facts`."""
-    engine: EngineFacts
+    facts: EngineFacts
+    """What runs, verified."""
     leakage: Leakage | None
     """None where rows are not packed."""
     router_weight: float
@@ -65,7 +66,7 @@ class Plan:
 
     def lines(self) -> dict[str, str]:
         """Return name and text of each line."""
-        lines = self._asked() | self.data | self.engine.lines
+        lines = self._asked() | self.data | self.facts.lines
         if self.leakage is not None:
             lines["packed documents"] = self.leakage.describe()
         if self.router_weight:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.recipe import Eval
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, make_step_batch
-from gearbox.data.splits import Sample, TrainingRows
+from gearbox.data.splits import Sample
 from gearbox.distributed.engine import Engine
 
 
@@ -52,7 +52,7 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool] = 
             for micro in make_step_batch(rows, ids, engine.eval_shard, engine.job.batch.micro_rows).micro_batches:
                 sums += _count(engine, micro)
     model.train()
-    loss, targets, exact, documents = engine.reduce(sums).tolist()
+    loss, targets, exact, documents = engine.sum_over_all_ranks(sums).tolist()
     return Evaluation(loss / max(1, targets), exact / max(1, documents))
 
 
@@ -71,14 +71,9 @@ def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor
 class SampleQuestions:
     """Held-out questions that the model answers before and after the training."""
 
-    rows: TrainingRows
+    samples: list[Sample]
     engine: Engine
     tokenizer: PreTrainedTokenizerFast
-
-    @property
-    def samples(self) -> list[Sample]:
-        """The questions, with their right answers."""
-        return self.rows.samples
 
     def ask(self) -> dict[str, str]:
         """Return the greedy answer to each question."""

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from gearbox import ROOT
+from gearbox.console import make_console
+from gearbox.data.splits import TrainingRows
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup
@@ -16,7 +20,6 @@ from gearbox.launch.watchdog import Watchdog
 from gearbox.model import adapters, export
 from gearbox.reporting import html_report, preview
 from gearbox.reporting.plan import Plan
-from gearbox.training.evaluation import SampleQuestions
 from gearbox.training.run_folder import Run
 
 NUM_SHOWN_DOCUMENTS = 5  # on the report
@@ -38,7 +41,7 @@ def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchd
     world.set_collective_timeout(LOADING_TIMEOUT.total_seconds())
 
 
-def save_model(engine: Engine, questions: SampleQuestions, run: Run) -> None:
+def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> None:
     """Write run.folder/model. Every rank calls it: parameters are gathered one at a time."""
     recipe = engine.job.recipe
     parameters = full_parameters.iter_full_parameters(
@@ -49,30 +52,30 @@ def save_model(engine: Engine, questions: SampleQuestions, run: Run) -> None:
         also=adapters.saved_frozen_names(engine.unwrapped, recipe),
     )
     folder = run.folder / "model"
-    export.save(engine.unwrapped, parameters, questions.tokenizer, engine.source, engine.stored_dtype, folder)
+    export.save(engine.unwrapped, parameters, tokenizer, engine.source, engine.stored_dtype, folder)
     engine.world.barrier()
 
 
-def report(plan: Plan, questions: SampleQuestions, answers: dict[str, str], run: Run) -> None:
-    """On rank 0, show the answers, write the report, and load the saved model back in a fresh process.
+def report(
+    plan: Plan, rows: TrainingRows, tokenizer: PreTrainedTokenizerFast, answers: dict[str, str], run: Run
+) -> None:
+    """Show the answers, write the report, and load the saved model back in a fresh process. Only for rank 0.
 
     The other ranks end meanwhile: a large model is loaded for longer than a collective may wait.
     """
-    world = questions.engine.world
-    if world.rank == 0:
-        answered = preview.answers(questions.samples, run.state.answers_before, answers)
-        preview.show_answers(world.screen, answered)
-        shown = preview.first_documents(questions.rows.training, questions.tokenizer, NUM_SHOWN_DOCUMENTS)
-        html_report.write(run.folder, plan.lines(), shown, answered)
-        question = questions.samples[0].question if questions.samples else "Hello"
-        reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
-        world.screen.print(f"loaded back in a fresh process, it answers: {reply}")
-        world.screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
-        world.screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
-    run.write_status("done")
+    screen = make_console(speaks=True)
+    answered = preview.answers(rows.samples, run.state.answers_before, answers)
+    preview.show_answers(screen, answered)
+    shown = preview.first_documents(rows.training, tokenizer, NUM_SHOWN_DOCUMENTS)
+    html_report.write(run.folder, plan.lines(), shown, answered)
+    question = rows.samples[0].question if rows.samples else "Hello"
+    reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
+    screen.print(f"loaded back in a fresh process, it answers: {reply}")
+    screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
+    screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
 
 
-def ask_saved(folder: Path, question: str, trust_remote_code: bool = False) -> str:
+def ask_saved(folder: Path, question: str, trust_remote_code: bool) -> str:
     """Put one question to the saved model in a fresh process, without a GPU, as whoever receives it would."""
     command = [sys.executable, str(ROOT / "src" / "ask.py"), str(folder), question]
     command += ["trust_remote_code=true"] if trust_remote_code else []

@@ -18,16 +18,16 @@ from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import pop_router_loss, router_weight
 from gearbox.training import evaluation
-from gearbox.training.session import Outputs
+from gearbox.training.outputs import Outputs
 
 
 def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
-    """Train until rows.num_steps. Return True if a rank was asked to stop first, and everything is saved."""
+    """Train until rows.num_steps. Return True if a rank was asked to stop first; then all have saved."""
     recipe, first_step = engine.job.recipe, state.step
     while True:
-        evaluate_if_due(engine, rows, state, outputs, watchdog)
+        evaluate_if_due(engine, rows, state, outputs, watchdog)  # first: a checkpoint knows its held-out loss
         watchdog.heartbeat(f"step {state.step}, boundary")
-        stop = outputs.checkpointer.on_step_boundary(state, rows.num_steps, watchdog.stop_requested)
+        stop = outputs.checkpointer.save_if_due(state, rows.num_steps, watchdog.stop_requested)
         if stop or state.step == rows.num_steps:
             return stop and (state.step < rows.num_steps or outputs.checkpointer.saved_step == state.step)
 
@@ -63,21 +63,21 @@ def train_step(
     """
     if engine.pipeline is not None:
         return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, heartbeat)
-    total, grad_norm = torch.zeros((), device=engine.device), 0.0
+    step_loss, grad_norm = torch.zeros((), device=engine.device), 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         heartbeat(f"micro batch {number}")
         with engine.forward_inputs(micro_batch) as inputs:
-            loss = engine.model(**inputs) / max(1, batch.num_targets)
-            total += loss.detach()
+            loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its target tokens' losses
+            step_loss += loss.detach()
             if engine.is_last_micro_batch:
-                total = engine.sum_over_ranks(total)
-                loss = loss * (1 + 0 * total)  # 1, or NaN if any rank's loss is not finite
+                step_loss = engine.sum_over_ranks(step_loss)
+                loss = loss * (1 + 0 * step_loss)  # 1, or NaN on all ranks if one rank's loss is not finite
             engine.backward(loss)
             if engine.is_last_micro_batch:
                 heartbeat("gradient norm")
                 grad_norm = engine.clip_gradients(max_grad_norm)
-            engine.step_and_zero(skip=not math.isfinite(grad_norm))
-    return StepResult(float(total), grad_norm, router_loss=mean_router_loss(engine, batch.num_targets))
+                engine.step_and_zero(skip=not math.isfinite(grad_norm))
+    return StepResult(float(step_loss), grad_norm, router_loss=mean_router_loss(engine, batch.num_targets))
 
 
 def train_pipeline_step(
@@ -97,7 +97,7 @@ def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
     """Return the step's router loss per target token, without its weight; None where no router is balanced."""
     if not router_weight(engine.unwrapped):
         return None
-    return float(engine.reduce(pop_router_loss(engine.unwrapped))) / max(1, num_targets)
+    return float(engine.sum_over_ranks(pop_router_loss(engine.unwrapped))) / max(1, num_targets)
 
 
 def evaluate_if_due(

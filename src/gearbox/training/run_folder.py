@@ -148,13 +148,13 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
 
     def choose() -> tuple[str, bool]:
         try:
-            folder, is_new, lock = _choose_folder(recipe, job.run_name, begun)
+            folder, is_new, lock = _choose_folder(recipe, job.run_name, requested)
         except OSError as error:
             raise UserError(f"run.dir: {recipe.run.dir} cannot be written: {error.strerror}") from None
         locks.append(lock)
         return str(folder), is_new
 
-    begun = next(filter(None, world.gather(outcome.requested_run_folder())), None)  # one launcher may be newer
+    requested = next(filter(None, world.gather(outcome.requested_run_folder())), None)  # one launcher may be newer
     name, is_new = world.decide(choose)
     run = Run(Path(name), TrainState())
     try:
@@ -203,14 +203,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
-def _choose_folder(recipe: Recipe, name: str, begun: str | None) -> tuple[Path, bool, filesystem.Lock]:
-    """Return the folder to run in, whether it is new, and its lock; `begun` is the one that a launcher restarts."""
+def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Path, bool, filesystem.Lock]:
+    """Return the folder to run in, whether it is new, and its lock; `requested` is the one that a launcher restarts."""
     parent, resume = Path(recipe.run.dir), recipe.run.resume
     parent.mkdir(parents=True, exist_ok=True)
     series = _series(parent, name)
     is_restart = LaunchEnvironment.read().restart_count > 0
-    if begun is not None:
-        return (folder := Path(begun)), False, _lock(folder)
+    if requested is not None:
+        return (folder := Path(requested)), False, _lock(folder)
     if resume == "latest" and not series:
         raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
     if series and (resume != "never" or is_restart):

@@ -6,21 +6,14 @@ The order matters: every rank makes the same collective calls, and each function
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rich.markup import escape
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint import disk_space
-from gearbox.checkpoint.checkpointer import Checkpointer, SaveFacts, SaveFailure
-from gearbox.checkpoint.manifest import Manifest, WrittenBy
-from gearbox.checkpoint.shards import TensorShard
-from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
-from gearbox.config.loader import recipe_for_manifest
 from gearbox.console import make_console
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
@@ -32,19 +25,19 @@ from gearbox.distributed.process_group import ProcessGroup
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
-from gearbox.launch.watchdog import Watchdog
 from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.router_loss import router_weight
 from gearbox.reporting import preview
-from gearbox.reporting.metrics import Metrics
 from gearbox.reporting.plan import Leakage, Plan, data_facts
 from gearbox.training import run_folder
 from gearbox.training.run_folder import Run
 
-# By precision: relative, between our loss and the model's own; of a token's loss, when another document changes.
-TOLERANCES = {"no": (1e-4, 1e-4), "bf16": (2e-2, 3e-2)}
-LAYERS_OF_PROOF = 3  # of the narrow copy that shows whether a family can be cut into stages
+# By precision. The largest relative difference between our loss and the model's own:
+LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
+# The largest change of a token's loss when another document of its row changes:
+LEAK_TOLERANCE = {"no": 1e-4, "bf16": 3e-2}
+NARROW_LAYERS = 3  # of the narrow copy that shows whether a family can be divided into stages
 
 
 @dataclass(frozen=True)
@@ -108,58 +101,54 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
 
 
 def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) -> Engine:
-    """Load the model, wrap model and optimizer, and restore the checkpoint that the run resumes from."""
+    """Load the model, and wrap model and optimizer as the gear asks."""
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
     config = loading.architecture(source, recipe.model)
     check_architecture(gear, config, recipe.model.router_loss)
     if gear.degree("pp") > 1:
-        narrow = random_init.shrink_config(copy.deepcopy(config), tokenizer, num_layers=LAYERS_OF_PROOF)
+        narrow = random_init.shrink_config(copy.deepcopy(config), tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
     accelerator = engines.create_accelerator(job)  # before the model is loaded: ZeRO-3 shards it on the way
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
-    engine = Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype)
-    run.restore(engine)
-    return engine
+    return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype)
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What was found when the engine was checked, and the rows that it can train."""
-
-    facts: EngineFacts
-    rows: TrainingRows
-    leakage: Leakage | None
-    """None where rows are not packed."""
-
-
-def verify(engine: Engine, data: TrainingData) -> Verified:
-    """Check that what was asked for is what runs, that its loss is the model's own, and that documents are isolated.
-
-    Where packed documents leak into each other, each row holds one document.
-    """
-    job, num_tokens = engine.job, len(data.tokenizer)
-    loss_tolerance, leak_tolerance = TOLERANCES[engines.precision(job.gear)]
+def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
+    """Return what runs. Raises UserError unless it is what was asked for, and its loss is the model's own."""
+    job = engine.job
     facts = verification.verify(
         engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
     )
-    probes.check_loss(engine.model, num_tokens, engine.device, loss_tolerance)
+    tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
+    probes.check_loss(engine.model, len(data.tokenizer), engine.device, tolerance)
+    return facts
+
+
+def choose_rows(engine: Engine, data: TrainingData) -> tuple[TrainingRows, Leakage | None]:
+    """Return the rows to train: packed ones, or one document each where the model lets packed documents leak.
+
+    The leakage is None where rows are not packed.
+    """
     rows, leakage = data.rows, None
     if rows.training.packing:
-        change = probes.measure_packing_leak(engine, rows.training, num_tokens)
-        leakage = Leakage(change, leak_tolerance)
+        change = probes.measure_packing_leak(engine, rows.training, len(data.tokenizer))
+        leakage = Leakage(change, LEAK_TOLERANCE[engines.precision(engine.job.gear)])
         if not leakage.is_isolated:
-            rows = splits.split_and_pack(job.recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
+            recipe = engine.job.recipe
+            rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
     engine.fix_ddp_bucket_order(rows.training.batch([None]))
-    return Verified(facts, rows, leakage)
+    return rows, leakage
 
 
-def make_plan(engine: Engine, data: TrainingData, verified: Verified, run: Run) -> Plan:
+def make_plan(
+    engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, facts: EngineFacts, leakage: Leakage | None
+) -> Plan:
     """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
-    job, world, rows = engine.job, engine.world, verified.rows
+    job, world = engine.job, engine.world
     rows_key = run_folder.rows_key(data.corpus.digest, rows.training)
     base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
     run.check_same(rows_key, base)
@@ -172,8 +161,8 @@ def make_plan(engine: Engine, data: TrainingData, verified: Verified, run: Run) 
         job=job,
         num_steps=rows.num_steps,
         data=data_facts(job.recipe, data.corpus, rows, data.tokenizer),
-        engine=verified.facts,
-        leakage=verified.leakage,
+        facts=facts,
+        leakage=leakage,
         router_weight=router_weight(engine.unwrapped),
         disk=world.decide(lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes)),
         folder=run.folder,
@@ -194,74 +183,3 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:
         run.write_dropped([*rows.dropped, *rows.dropped_of_evaluation])
-
-
-@dataclass(frozen=True)
-class CheckpointContents:
-    """What a checkpoint of this run is made of (`CheckpointSource`)."""
-
-    engine: Engine
-    plan: Plan
-
-    def local_shards(self) -> list[TensorShard]:
-        """Return what this rank writes."""
-        return self.engine.local_shards()
-
-    def manifest(self, state: TrainState) -> Manifest:
-        """Return the manifest of this step, without files."""
-        engine, job = self.engine, self.engine.job
-        return Manifest(
-            step=state.step,
-            progress=state.to_json(),
-            eval_loss=state.eval_loss if state.evaluated == state.step else None,
-            parameters=sharded_state.full_shapes(engine.unwrapped, engine.world),
-            scalars=sharded_state.scalars(engine.unwrapped, engine.optimizer, engine.world),
-            recipe=recipe_for_manifest(job.recipe),
-            rows=self.plan.rows_key,
-            base=self.plan.base,
-            versions=run_folder.versions(),
-            gear=WrittenBy(name=job.gear.name, num_processes=job.gear.num_processes, engine=self.plan.engine.engine),
-        )
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """Reports saves to the metrics, the run's status and the watchdog (`SaveListener`)."""
-
-    run: Run
-    metrics: Metrics
-    watchdog: Watchdog
-
-    def saved(self, facts: SaveFacts) -> None:
-        """Record a checkpoint that is complete."""
-        self.metrics.save(facts)
-        self.run.saved_step = facts.saved
-        self.run.write_status("running")
-
-    def save_failed(self, failure: SaveFailure) -> None:
-        """Record a checkpoint that could not be written."""
-        self.metrics.save(failure)
-
-    def heartbeat(self, doing: str) -> None:
-        """Tell the watchdog that this rank makes progress."""
-        self.watchdog.heartbeat(doing)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a run writes while it trains."""
-
-    run: Run
-    metrics: Metrics
-    checkpointer: Checkpointer
-
-
-@contextmanager
-def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
-    """Open metrics and checkpoints. Within, a stop is left to the loop, which saves, and dead ranks end this one."""
-    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state) as metrics:
-        report = SaveReport(run, metrics, watchdog)
-        contents = CheckpointContents(engine, plan)
-        checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
-        watchdog.watch_peers(engine.world.pids_of_node())
-        yield Outputs(run, metrics, checkpointer)
