@@ -332,7 +332,7 @@ def restore(
 ) -> None:
     """Give each trained parameter and its optimizer state the saved values, before the first forward pass.
 
-    `wrapped` is the model as the engine runs it. Raises UserError where the checkpoint is of another model, or where the
+    `wrapped` is the model as the engine runs it. Raises UserError where the checkpoint is of another model, or if the
     optimizer's state fits only the gear and ranks that `written_by` names.
     """
     _check_shapes(full_shapes(unwrapped, world), reader)
