@@ -7,7 +7,7 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train test lint faults matrix cells commands cluster slurm-test image image-test bench format \
+.PHONY: help setup packages train quick test lint faults matrix cells commands cluster slurm-test image image-test bench format \
 	schema smollm2 lock clean
 
 help:  ## this list
@@ -30,7 +30,10 @@ packages:  ## Debian packages with which more tests run: hosts, Slurm, images, d
 train: $(STAMP)  ## the default recipe under GEAR=fsdp
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(GEAR).yaml src/train.py
 
-test: $(STAMP)  ## all tests, in two processes
+quick: $(STAMP)  ## the tests that start neither ranks nor Python: two minutes
+	$(BIN)/pytest -m unit -n 2 --dist worksteal
+
+test: $(STAMP)  ## all tests but the long ones, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
@@ -41,22 +44,22 @@ lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
 	find .ci/run docker $(wildcard cluster) -name run -o -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck
 
 faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
-	$(BIN)/python tests/faults/battery.py
+	$(BIN)/python tests/support/battery.py
 
 matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md, a quarter of an hour
-	$(BIN)/python tests/matrix.py
+	$(BIN)/python tests/support/matrix.py
 
 cells: $(STAMP)  ## whether the table of the matrix is still true: its diagonal, and each day another part of the rest
-	$(BIN)/pytest tests/cells.py
+	$(BIN)/pytest -m cells
 
 cluster: $(STAMP)  ## two hosts train together and lose each other, as root; twenty minutes
-	$(BIN)/pytest tests/cluster.py
+	$(BIN)/pytest -m cluster
 
 slurm-test: $(STAMP)  ## jobs on a real Slurm of two nodes, as root with slurm-wlm and munge; three quarters of an hour
-	$(BIN)/pytest tests/test_slurm.py tests/cluster_slurm.py
+	$(BIN)/pytest -m slurm
 
 commands: $(STAMP)  ## every command of README and docs, as a user runs it
-	$(BIN)/pytest tests/commands.py
+	$(BIN)/pytest -m commands
 
 bench: $(STAMP) smollm2  ## how fast data is prepared, what a checkpoint costs, how long stages idle; FILE=alpaca.json
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
@@ -87,7 +90,7 @@ image:  ## the Docker image: LOCK=cuda or cpu
 	docker build --build-arg LOCK=$(or $(LOCK),cuda) --tag gearbox:$(VERSION) .
 
 image-test: $(STAMP)  ## the image built for real, and run: ten minutes as root with buildah and debootstrap
-	$(BIN)/pytest tests/image.py
+	$(BIN)/pytest -m image
 
 clean:  ## remove .venv and caches; runs/ and models/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -22,23 +22,32 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
-import conftest  # noqa: E402, F401  the environment of the warm ranks
-from gearbox.distributed import pipeline_parallel, pipeline_stages
+from gearbox.distributed import pipeline_parallel, pipeline_stages  # noqa: E402
 from gearbox.model import loss  # noqa: E402
-from ranks import fork_ranks  # noqa: E402
+from support.ranks import fork_ranks  # noqa: E402
 
 ROWS, ROW_TOKENS = 16, 128
 NUMS = [1, 2, 4, 8, 16]
 STAGES = 2
 REPETITIONS = 5
 CONFIG = transformers.LlamaConfig(
-    vocab_size=260, hidden_size=256, intermediate_size=1024, num_attention_heads=8, num_hidden_layers=8,
-    tie_word_embeddings=False, use_cache=False, dtype=torch.float32,
-)  # fmt: skip
+    vocab_size=260,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_attention_heads=8,
+    num_hidden_layers=8,
+    tie_word_embeddings=False,
+    use_cache=False,
+    dtype=torch.float32,
+)
+WIDTH, LEFT, LANE = 900, 84, 34
+COLORS = {"F": "#4c8dd6", "B": "#e0913a"}
+
+Run = dict[str, Any]  # as `measure` writes it: one step on one rank
 
 
 def measure(folder: Path) -> None:
-    """On each rank: every schedule and number of micro batches in turn, so that all suffer alike from other jobs."""
+    """Measure on each rank every schedule and number of micro batches in turn: other jobs disturb all the same way."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (STAGES, 1), mesh_dim_names=("pp", "dp"))
     stages, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
@@ -55,15 +64,15 @@ def measure(folder: Path) -> None:
             for name, pipe in pipes.items():
                 torch.distributed.barrier()
                 pipe.step(micro, 1 / rows.numel())
-                blocks = [[block.kind, block.micro_batch, block.start, block.end] for block in pipe.blocks]
                 if repetition:  # the first warms up
-                    found.append({"schedule": name, "num": num, "seconds": pipe.seconds, "idle": pipe.idle,
-                                  "blocks": blocks})  # fmt: skip
+                    passes = [[timed.kind, timed.micro_batch, timed.start, timed.end] for timed in pipe.passes]
+                    run = {"schedule": name, "num": num, "seconds": pipe.seconds, "idle": pipe.idle}
+                    found.append(run | {"passes": passes})
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-def table(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
-    """Lines of Markdown: medians over the repetitions."""
+def table(runs: list[list[Run]]) -> Iterator[str]:
+    """Yield lines of Markdown: medians over the repetitions."""
     yield "| micro batches | (p-1)/(m+p-1) | gpipe | 1f1b | seconds of a step, 1f1b |"
     yield "|---|---|---|---|---|"
     for num in NUMS:
@@ -75,19 +84,13 @@ def table(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
         yield f"| {num}{naive} | {ideal:.0%} | {idle['gpipe']:.0%} | {idle['1f1b']:.0%} | {seconds:.2f} |"
 
 
-def of(runs: list[list[dict[str, Any]]], name: str, num: int) -> list[tuple[dict[str, Any], ...]]:
-    """The repetitions of one case, each a tuple by stage."""
+def of(runs: list[list[Run]], name: str, num: int) -> list[tuple[Run, ...]]:
+    """Return the repetitions of one case, each a tuple by stage."""
     return [both for both in zip(*runs, strict=True) if (both[0]["schedule"], both[0]["num"]) == (name, num)]
 
 
-# --------------------------------------------------------------------------- the picture
-
-WIDTH, LEFT, LANE = 900, 84, 34
-COLORS = {"F": "#4c8dd6", "B": "#e0913a"}
-
-
-def picture(cases: list[tuple[str, tuple[dict[str, Any], ...]]]) -> str:
-    """An SVG: a panel a case, a lane a stage, a box a pass; all on one scale of time."""
+def picture(cases: list[tuple[str, tuple[Run, ...]]]) -> str:
+    """Return an SVG: a panel a case, a lane a stage, a rectangle a pass; all on one scale of time."""
     longest = max(stage["seconds"] for _, stages in cases for stage in stages)
     per_second = (WIDTH - LEFT - 16) / longest
     height = 44 + len(cases) * (STAGES * LANE + 58)
@@ -104,7 +107,7 @@ def picture(cases: list[tuple[str, tuple[dict[str, Any], ...]]]) -> str:
             width = stage["seconds"] * per_second
             label = f'<text x="8" y="{top + LANE / 2 + 3}" fill="#222">stage {number}</text>'
             parts += [label, f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{LANE - 6}" fill="#ececec"/>']
-            parts += [box(block, top, per_second) for block in stage["blocks"]]
+            parts += [rectangle(timed, top, per_second) for timed in stage["passes"]]
             top += LANE
         top += 34
     legend = [("#4c8dd6", "forward"), ("#e0913a", "backward"), ("#ececec", "idle")]
@@ -117,11 +120,12 @@ def picture(cases: list[tuple[str, tuple[dict[str, Any], ...]]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def box(block: list[Any], top: float, per_second: float) -> str:
-    kind, number, start, end = block
+def rectangle(timed: tuple[str, int, float, float], top: float, per_second: float) -> str:
+    """Draw a pass (kind, micro batch, start, end)."""
+    kind, number, start, end = timed
     x, width = LEFT + start * per_second, max(1.0, (end - start) * per_second)
-    place = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}"'
-    drawn = f'<rect {place} fill="{COLORS[kind]}" stroke="white"/>'
+    position = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}"'
+    drawn = f'<rect {position} fill="{COLORS[kind]}" stroke="white"/>'
     if width > 10:
         middle = f'x="{x + width / 2:.1f}" y="{top + LANE / 2 + 2}" text-anchor="middle"'
         drawn += f'<text {middle} fill="white">{number + 1}</text>'
@@ -129,6 +133,7 @@ def box(block: list[Any], top: float, per_second: float) -> str:
 
 
 def main() -> None:
+    """Measure, and write the table and the picture."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         codes, output = fork_ranks(STAGES, {}, lambda: measure(folder))

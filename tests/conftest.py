@@ -1,29 +1,42 @@
-import os
-import sys
-import tempfile
+"""What every test may use. The folders beside this file are those of src/gearbox; support/ holds what they share."""
+
+from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
+
+import resource
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-# What tests tokenize is kept for the other tests of this run and nobody else.
-CACHE = tempfile.TemporaryDirectory(prefix="gearbox-tests-")
-os.environ.update(
-    HF_DATASETS_CACHE=CACHE.name,
-    OMP_NUM_THREADS="1",
-    DS_ACCELERATOR="cpu",
-    CUDA_VISIBLE_DEVICES="",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-os.chdir(ROOT)
+import pytest
+from transformers import AutoTokenizer
 
-import json  # noqa: E402
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.data import batches
+from support import bucket, kinds, ledger
+from support.documents import make_chats
+from support.ranks import Outcome, run_ranks, skip_loading_back
 
-import pytest  # noqa: E402
+kinds.watch_processes()
 
-import train as train_script  # noqa: E402
-from gearbox.data import builtin_tasks  # noqa: E402
-from ranks import Outcome, run_ranks  # noqa: E402
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    for item in items:
+        fixtures = set(item.fixturenames)
+        if not any(item.get_closest_marker(kind) for kind in kinds.KINDS):
+            item.add_marker(kinds.kind_of(fixtures))
+        if fixtures & kinds.NEED_ROOT:
+            item.add_marker("root")
+        found = [kind for kind in kinds.KINDS if item.get_closest_marker(kind)]
+        if len(found) != 1:
+            raise pytest.UsageError(f"{item.nodeid}: is marked as {' and '.join(found)}; a test is of one kind")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    kinds.running = next(kind for kind in kinds.KINDS if item.get_closest_marker(kind))
+    try:
+        return (yield)
+    finally:
+        kinds.running = None
 
 
 @pytest.fixture(scope="session")
@@ -31,12 +44,10 @@ def chats(tmp_path_factory) -> Path:
     return make_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
 
 
-def make_chats(path: Path) -> Path:
-    """300 chats of uneven length and one to three turns, as a file of messages."""
-    documents = builtin_tasks.documents(600)
-    joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
-    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))
-    return path
+@pytest.fixture(scope="module")
+def tokenizer():
+    """That of recipes/tiny: bytes."""
+    return AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
 
 
 @pytest.fixture
@@ -55,7 +66,7 @@ def train(tmp_path, chats, monkeypatch):
         meanwhile=lambda children: None,
     ) -> Outcome:
         if not load_back:
-            monkeypatch.setattr(train_script, "ask_saved", lambda *_: "(not asked)")
+            skip_loading_back(monkeypatch)
         small = {
             "run.rehearse": "true", "run.dir": str(tmp_path / "runs"), "data.path": str(chats),
             "batch.rows": "6", "batch.row_tokens": "128", "batch.micro_rows": "1", "train.steps": "3",
@@ -67,3 +78,37 @@ def train(tmp_path, chats, monkeypatch):
         return run_ranks(gear, arguments, tmp_path / "runs", ranks, meanwhile)
 
     return call
+
+
+@pytest.fixture
+def books(tmp_path, monkeypatch):
+    """Every rank forked from here on keeps a ledger; returns what reads them, and begins new ones."""
+    monkeypatch.setattr(batches, "make_step_batch", batches.make_step_batch)  # put back afterwards
+    monkeypatch.setattr(TrainState, "advance", TrainState.advance)
+    ledger.install()
+
+    def begin(name: str):
+        folder = tmp_path / "ledgers" / name
+        folder.mkdir(parents=True)
+        monkeypatch.setenv(ledger.VARIABLE, str(folder))
+        return lambda: ledger.read(folder)
+
+    return begin
+
+
+@pytest.fixture
+def limit_of_file_size():
+    """RLIMIT_FSIZE stands for a full disk where there is no root."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """mounted(**behaviour) -> context of a bucket; what it holds lies in tmp_path / "held"."""
+    if reason := bucket.missing():
+        pytest.skip(reason)
+    return lambda **behaviour: bucket.mounted(
+        tmp_path / "held", tmp_path / "runs", **{"refuses": bucket.LIKE_S3} | behaviour
+    )

@@ -81,7 +81,7 @@ def test_no_file_and_no_line_of_a_run_has_one(train, tmp_path, secrets, monkeypa
 
 
 def guarded(usual, guard):
-    """As command.run does before main; the forked ranks of the tests begin at main."""
+    """As cli.run does before main; the forked ranks of the tests begin at main."""
 
     def make(self):
         guard()
@@ -90,9 +90,10 @@ def guarded(usual, guard):
     return make
 
 
+@pytest.mark.cold
 def test_a_traceback_has_none_either(secrets, tmp_path):
     code = (
-        "from gearbox import command\ndef main(_): raise RuntimeError('with canaryBBBBBBBBBBBBBBBB')\ncommand.run(main)"
+        "from gearbox.launch import cli\ndef main(_): raise RuntimeError('with canaryBBBBBBBBBBBBBBBB')\ncli.run(main)"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", capture_output=True, text=True, check=False)
     assert ended.returncode == 1

@@ -1,4 +1,4 @@
-"""UserError, and the nearest known word for a misspelt one."""
+"""UserError, errors in one line, and the nearest known word for a misspelt one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import difflib
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. Its text is shown as it is, without a traceback."""
+    """An error that the user can fix. Its text is shown as it is, without a traceback."""
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception's text as one line, cut to `limit` characters."""
+def one_line(error: BaseException, limit: int | None = 300) -> str:
+    """Return the error's text in one line, its first `limit` characters. Libraries' errors can be pages long."""
     return " ".join(str(error).split())[:limit]
 
 
 def did_you_mean(near: list[str]) -> str:
+    """Return `; did you mean 'lr'?` for the first of these words, or an empty string where there are none."""
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """`; did you mean 'lr'?`, or an empty string where nothing is near."""
+    """Return `; did you mean 'lr'?` for the known word that is most like this one, or an empty string."""
     return did_you_mean(difflib.get_close_matches(word, known, 1, 0.6))

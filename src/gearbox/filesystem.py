@@ -1,7 +1,4 @@
-"""What a file system can do, and how to write where it can do less than a disk: NFS, FUSE, object stores.
-
-Nothing here knows checkpoints or ranks.
-"""
+"""What a file system can do, and how to write where it can do less than a disk: NFS, FUSE, object stores."""
 
 from __future__ import annotations
 
@@ -22,25 +19,21 @@ import xxhash
 
 Result = TypeVar("Result")
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNSUPPORTED = {
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.EINVAL,
-    errno.EPERM,
-    errno.EBADF,
-    errno.ENOLCK,
-}  # it has no such thing
+# The file system has no such operation.
+UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ENOLCK}
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN}
-RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # seconds between tries, in a thread that nobody waits for
-SEEN_SECONDS = 75.0  # NFS and the mounts of object stores keep what they know of a name for 60 s, unless told otherwise
+RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a thread that nobody waits for
+SEEN_SECONDS = 75.0  # NFS and the mounts of object stores cache what they know of a name, for 60 s by default
 LOOK_SECONDS = 0.5
+CHUNK_BYTES = 16 * 2**20  # written, hashed or read at once
 
 
 def rename_problem(folder: Path) -> str:
-    """Why a folder in this one cannot be committed by a rename; empty where it can.
+    """Return why renaming a folder in this one is not atomic, or an empty string if it is.
 
-    Tried with a file in it, which is what object stores mind. One that does rename a folder there copies it, file by
-    file, and no errno tells; so every FUSE mount counts as one that does. Raises OSError where nothing can be written.
+    The probe is a folder with a file in it: an empty one can be renamed in object stores too. Some of them copy a
+    renamed folder file by file, without an error; so renames of every FUSE mount count as not atomic. Raise OSError
+    where nothing can be written.
     """
     probe = folder / f"probe.tmp-{uuid4().hex[:8]}"
     renamed = probe.with_name(f"{probe.name}-renamed")
@@ -53,26 +46,26 @@ def rename_problem(folder: Path) -> str:
         except OSError as error:
             return f"here a folder cannot be renamed: {error.strerror}"
     finally:
-        for made in (probe, renamed):
-            shutil.rmtree(made, ignore_errors=True)
+        for leftover in (probe, renamed):
+            shutil.rmtree(leftover, ignore_errors=True)
     kind = file_system(folder)
     return f"{kind} may rename a folder file by file" if kind == "fuse" or kind.startswith("fuse.") else ""
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that a path lies on, such as nfs4 or fuse.s3fs; empty where Linux does not say."""
-    resolved, found, longest = path.resolve(), "", -1
+    """Return the type of a path's file system, such as nfs4 or fuse.s3fs; empty where Linux does not say."""
+    resolved, kind, longest = path.resolve(), "", -1
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
             point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-            if resolved.is_relative_to(point) and len(point.parts) >= longest:  # the last one lies on top
-                found, longest = after.split()[0], len(point.parts)
-    return found
+            if resolved.is_relative_to(point) and len(point.parts) >= longest:  # the last one is on top
+                kind, longest = after.split()[0], len(point.parts)
+    return kind
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """See a file to the disk; where there is no fsync, closing it does that."""
+    """Write a file to the disk (fsync). Where there is no fsync, closing the file has to do."""
     file.flush()
     try:
         os.fsync(file.fileno())
@@ -82,7 +75,7 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See the names in a folder to the disk, where it can be asked for."""
+    """Write the names in a folder to the disk, where the file system has fsync for folders."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -94,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def retry_transient(work: Callable[[], Result]) -> Result:
-    """Do it again, a minute long, while the storage is out of reach. Raises OSError where it stays so."""
+    """Retry for a minute while the storage is out of reach. Raise OSError where it stays so."""
     for seconds in RETRY_SECONDS:
         try:
             return work()
@@ -106,7 +99,7 @@ def retry_transient(work: Callable[[], Result]) -> Result:
 
 
 def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:
-    """Whether a file of that size is here, or comes to be seen: another machine wrote it."""
+    """Return whether a file of that size, which another machine wrote, is here or appears in time."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(OSError), path.open("rb") as file:  # opened: that is when NFS asks its server
@@ -118,7 +111,7 @@ def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:
 
 
 def wait_for_path(path: Path, seconds: float) -> bool:
-    """Whether this machine sees, or comes to see, what another one may have made just now."""
+    """Return whether this machine sees, now or in time, what another one may have made just now."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
@@ -128,7 +121,7 @@ def wait_for_path(path: Path, seconds: float) -> bool:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a small file: by a rename; where that is refused in place, so that a kill may leave it cut short."""
+    """Replace a small file by a rename. Where that is refused, write it in place: a kill may then truncate it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         _write(aside, text)
@@ -151,10 +144,10 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, aside: Path) -> Iterator[Path]:
-    """A folder to fill, which is this one afterwards: at once, by a rename of what was filled aside.
+    """Yield a folder to fill, which becomes this one in one step: `aside` is filled and renamed.
 
-    Where a folder cannot be renamed it is filled on the machine's own disk (TMPDIR) and then copied: safetensors' files
-    are not written from their first byte to their last, which is all that a mounted object store may take.
+    Where a folder cannot be renamed, one on the machine's own disk (TMPDIR) is filled and then copied. Mounted object
+    stores may only take files that are written from the first byte to the last, and safetensors writes otherwise.
     """
     if not rename_problem(folder.parent):
         shutil.rmtree(aside, ignore_errors=True)
@@ -172,16 +165,16 @@ def atomic_folder(folder: Path, aside: Path) -> Iterator[Path]:
 class Lock:
     """A file that one process holds until it releases it, or ends.
 
-    It holds against the processes that share its flock(2): of all machines on NFS (version 4, or 3 with lockd), CephFS
-    and Lustre (mounted with flock), of this machine alone on most FUSE mounts.
+    It excludes the processes that share its flock(2): on all machines with NFS (version 4, or 3 with lockd), CephFS and
+    Lustre (mounted with flock), only on this machine with most FUSE mounts.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
-        """Try for so long."""
+        """Try to take it for that many seconds."""
         self.is_taken = False
-        """By another process."""
+        """Whether another process holds it."""
         self.problem = ""
-        """Why nobody can hold it; empty, if somebody can."""
+        """Why no process can hold it; empty where one can."""
         self._handle = -1
         deadline = time.monotonic() + seconds
         try:
@@ -208,6 +201,7 @@ class Lock:
         return False
 
     def release(self) -> None:
+        """Let other processes take it; do nothing where it is not held."""
         if self._handle >= 0:
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_UN)  # a forked child may have the handle too
@@ -215,11 +209,8 @@ class Lock:
             self._handle = -1
 
 
-CHUNK_BYTES = 16 * 2**20  # written, hashed or read at once
-
-
 def digest_of(path: Path) -> str:
-    """xxh3-128 of a file's content."""
+    """Return the xxh3-128 digest of a file's content, in hexadecimal."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Parents and launchers: find them, end with them, ask whether one is alive."""
+"""Parents and launchers: find them, end with them, ask whether a process is alive."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """Let this process get a signal when its parent dies, which nothing else would tell it (prctl(2))."""
+    """Have the kernel send this process a signal when its parent dies (prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def is_alive(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
-    """Whether the process is there and no zombie, and in one of the states if any are given."""
+    """Return whether the process is there and not a zombie; with `states`, whether it is in one of them."""
     try:
         state = process.status() if process.is_running() else psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -25,22 +25,20 @@ def is_alive(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
 
 
 def launcher_command() -> list[str] | None:
-    """The command line of the `accelerate launch` above this process, or None."""
+    """Return the command line of the `accelerate launch` above this process, None without one."""
     launcher = launcher_process()
     return launcher.cmdline() if launcher else None
 
 
 def launcher_process() -> psutil.Process | None:
+    """Return the `accelerate launch` above this process, None without one."""
     for process in psutil.Process().parents():
         try:
             command = process.cmdline()
         except psutil.Error:
             continue
         names = [Path(part).name for part in command[:4]]
-        if (
-            ("accelerate" in names and "launch" in command)
-            or "accelerate-launch" in names
-            or ("accelerate.commands.launch" in command)
-        ):
+        is_command = "accelerate-launch" in names or ("accelerate" in names and "launch" in command)
+        if is_command or "accelerate.commands.launch" in command:
             return process
     return None

@@ -1,48 +1,51 @@
-"""Keeps secrets out of whatever a run writes: values of the environment whose names say what they are."""
+"""Keep secrets out of whatever a run writes: the values of environment variables that are named like secrets."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, TypeVar, cast
 
-# Hugging Face, Weights & Biases, AWS, Azure, Comet, MLflow, ... all name theirs so.
+T = TypeVar("T")
+
+# Hugging Face, Weights & Biases, AWS, Azure, Comet, MLflow, ... use these words.
 SECRET = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIAL|CONNECTION_STRING", re.I
 )
-MIN_LETTERS = 8  # shorter values stand in too many innocent words
+MIN_LETTERS = 8  # shorter values are part of too many other words
 
 
 def secrets() -> dict[str, str]:
-    """Value to name of each secret in the environment, longest first, so that none hides a part of another."""
+    """Return the environment's secrets, value to name, longest first, so that none hides a part of another."""
     named = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= MIN_LETTERS}
-    found = {value: name for value, name in named.items() if not Path(value).exists()}  # a folder of secrets is none
+    found = {value: name for value, name in named.items() if not Path(value).exists()}  # a path to secrets is no secret
     return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
 
 
 def redact(text: str) -> str:
-    """The text with each secret replaced by its variable's name."""
+    """Return the text with each secret replaced by its variable's name."""
     for value, name in secrets().items():
         if value in text:
             text = text.replace(value, f"[{name}]")
     return text
 
 
-def redacted(value: Any) -> Any:
-    """A JSON-like value with every string in it redacted, keys too."""
+def redacted(value: T) -> T:
+    """Return a JSON-like value with every string in it redacted, keys too. Tuples become lists, as in JSON."""
     if isinstance(value, str):
-        return redact(value)
+        return cast(T, redact(value))
     if isinstance(value, dict):
-        return {redacted(key): redacted(item) for key, item in value.items()}
+        return cast(T, {redacted(key): redacted(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
+        return cast(T, [redacted(item) for item in value])
     return value
 
 
 class _Redacting:
-    """A text stream that lets no secret through."""
+    """A text stream that writes no secret."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -51,15 +54,15 @@ class _Redacting:
         self._stream.write(redact(text))
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
 def guard_streams() -> None:
-    """From here on nothing that Python prints in this process carries a secret."""
+    """Redact whatever Python prints in this process from now on."""
     if secrets():
         sys.stdout, sys.stderr = _Redacting(sys.stdout), _Redacting(sys.stderr)

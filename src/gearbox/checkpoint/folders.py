@@ -24,7 +24,7 @@ from gearbox.redact import redacted
 
 
 def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint of shards that are on the disk: write the manifest, then rename `aside` unless it is `folder`."""
+    """Make a checkpoint of shards that are on the disk: write the manifest, then rename unless `aside` is `folder`."""
     if aside == folder:
         (folder / MANIFEST).unlink(missing_ok=True)  # of a corrupt one of the same step
     with (aside / MANIFEST).open("w", encoding="utf-8") as file:

@@ -5,12 +5,12 @@ step-N/
                               or, for a block of an N-dimensional tensor, "kind|parameter|row,column"
     manifest.json             every shard with size and digest, what resumes, shapes, recipe, gear, versions
 
-It is committed by a rename. Where a folder cannot be renamed at once (`filesystem.rename_problem`) the shards are written
-into step-N itself, as shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it
-is written last, and without it, or with half of it, such a folder is none.
+A rename commits it. Where a rename is not atomic (`filesystem.rename_problem`), shards are written into step-N itself,
+as shard-00000-RUN.safetensors: no two runs write the same one. Then the manifest is the commit: it is written last,
+and without a complete one the folder is not a checkpoint.
 
 Kinds are `parameter`, `buffer` and what the optimizer keeps (`exp_avg`, ...). No pickle is written or read: a digest
-is a guard against damage, and not the guard against code. This module knows files, not ranks.
+guards against damage, not against code. This module knows files, not ranks.
 """
 
 from __future__ import annotations

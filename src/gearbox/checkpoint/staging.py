@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import xxhash
@@ -67,7 +67,7 @@ class Staging:
             torch.cuda.synchronize()
 
     def _to_disk(self, disk: IO[bytes], ordered: list[TensorShard]) -> None:
-        """Chunk by chunk through the buffer, which stays small."""
+        """Copy chunk by chunk through the buffer, which stays small."""
         digest = xxhash.xxh3_128()
 
         def append(part: memoryview) -> None:
@@ -80,20 +80,21 @@ class Staging:
         append(memoryview(self.header))
         for shard in ordered:
             flat = shard.tensor.reshape(-1)
-            for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
+            for chunk in torch.split(flat, max(1, CHUNK_BYTES // flat.element_size())):
                 held = self.buffer[: chunk.nbytes]
                 held.view(chunk.dtype).copy_(chunk)
-                append(memoryview(held.numpy()))
+                append(held.numpy().data)
         self.digest = digest.hexdigest()
 
-    def _parts(self) -> Iterator[Any]:
+    def _file_content(self) -> Iterator[bytes | memoryview]:
+        """Yield the file from its first byte to its last."""
         if self.disk is not None:
             self.disk.seek(0)
             while part := self.disk.read(CHUNK_BYTES):
                 yield part
             return
         yield self.header
-        data = self.buffer.numpy()[: self.num_bytes]
+        data = self.buffer.numpy().data[: self.num_bytes]
         yield from (data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))
 
     def write(self, path: Path) -> ShardFacts:
@@ -101,7 +102,7 @@ class Staging:
         digest = xxhash.xxh3_128()
         self.num_written = 0
         with path.open("wb") as file:
-            for part in self._parts():
+            for part in self._file_content():
                 digest.update(part)
                 file.write(part)
                 self.num_written += len(part)

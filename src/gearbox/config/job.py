@@ -66,9 +66,3 @@ class Job:
     def run_name(self) -> str:
         """The name of the run's folder."""
         return self.recipe.run.name or f"{self.recipe_path.stem}-{self.gear.name}"
-
-
-def accumulation(rows: int, data_parallel: int, micro_rows: int) -> tuple[int, int]:
-    """Return (micro batches of a rank in a step, rows in each); the last ones may be filled with empty rows."""
-    micro_rows = min(micro_rows, -(-rows // data_parallel))
-    return -(-rows // (data_parallel * micro_rows)), micro_rows

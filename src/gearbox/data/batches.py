@@ -16,13 +16,14 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.job import accumulation
+from gearbox.config.job import BatchPlan
 from gearbox.data.packing import Chunks, Corpus, pack
 
 IGNORE_INDEX = -100  # a target that is not trained; the value torch's cross entropy skips
 WIDTH_STEP = 8  # rows of one document each are padded to a multiple of this: GPUs multiply such shapes faster
 
 Batch = dict[str, torch.Tensor]
+Shard = tuple[int, int]  # index of a data-parallel rank, and the number of them
 
 
 class PackedRows:
@@ -83,8 +84,7 @@ class PackedRows:
     def key(self) -> str:
         """Hash of which tokens of the corpus are in which row: equal rows of equal corpora are equal training."""
         digest = xxhash.xxh3_128()
-        arrays = [self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts]
-        for array in arrays:
+        for array in (self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return digest.hexdigest()
 
@@ -146,18 +146,19 @@ class StepBatch:
     """Rows of the whole step, in order."""
 
 
-def micro_batches_of(row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> list[list[int | None]]:
-    """Return the rows of each micro batch of one rank: as many for every rank; short ones end in None."""
-    rounds, micro_rows = accumulation(len(row_ids), data_parallel, micro_rows)
-    padded = [*row_ids, *[None] * (rounds * data_parallel * micro_rows - len(row_ids))]
-    starts = [(turn * data_parallel + rank) * micro_rows for turn in range(rounds)]
-    return [padded[start : start + micro_rows] for start in starts]
+def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[list[int | None]]:
+    """Return the rows of each micro batch of a shard. Every shard has as many; short ones end in None."""
+    index, num_shards = shard
+    plan = BatchPlan.divide(len(row_ids), num_shards, micro_rows)
+    padded = [*row_ids, *[None] * plan.num_empty_rows]
+    starts = [(number * num_shards + index) * plan.micro_rows for number in range(plan.accumulation_steps)]
+    return [padded[start : start + plan.micro_rows] for start in starts]
 
 
-def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, data_parallel: int, micro_rows: int) -> StepBatch:
-    """Return this rank's share of the given rows, with the counts of the whole."""
+def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_rows: int) -> StepBatch:
+    """Return a shard of the given rows in micro batches, with the counts of all of them."""
     return StepBatch(
-        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, rank, data_parallel, micro_rows)],
+        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, shard, micro_rows)],
         num_targets=int(rows.targets[row_ids].sum()),
         num_tokens=int(rows.num_tokens[row_ids].sum()),
         row_ids=row_ids,

@@ -31,7 +31,7 @@ ROLES: dict[str, Role | str] = {
     **dict.fromkeys(["tool", "function", "observation", "function_response", "ipython"], "tool"),
     **dict.fromkeys([CALL, "tool_call"], CALL),
 }
-KEPT = ("name", "tool_call_id")  # of a turn, beside role, content, tool_calls and reasoning
+KEPT = ("name", "tool_call_id")  # of a turn, in addition to role, content, tool_calls and reasoning
 REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template all three names
 READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 

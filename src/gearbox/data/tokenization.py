@@ -128,7 +128,7 @@ class CorpusDigest:
 
 
 class _Collector:
-    """Gathers from the outcomes, in order, what is kept beside the documents."""
+    """Gathers from the outcomes, in order, what is kept next to the documents."""
 
     def __init__(self, origins: list[Origin], stop_on_bad: bool) -> None:
         self.origins, self.stop_on_bad = origins, stop_on_bad

@@ -20,6 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
@@ -248,8 +249,8 @@ def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
         return {}
     from transformers.distributed import DistributedConfig
 
-    class TensorParallel(DistributedConfig):
-        """transformers lays out the mesh of all ranks, and cuts over tp alone: FSDP comes after adapters, here."""
+    class TensorParallel(DistributedConfig):  # type: ignore[misc]
+        """Let transformers lay out the mesh of all ranks, and shard over tp only: FSDP comes after adapters, here."""
 
         dp_size = 1
 
@@ -260,7 +261,7 @@ def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
 
 
 def prepare(
-    gear: Gear, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer
+    gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
@@ -271,7 +272,7 @@ def prepare(
     if gear.degree("tp") > 1:
         fix_sharded_layers(model)
     if gear.engine == "tp":
-        # As DDP's, without its wrapper: the ranks have one model together.
+        # As under DDP, without its wrapper: the ranks share one model.
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
@@ -298,7 +299,7 @@ def _make_pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module)
         accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
     )
     compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
-    # As DDP's, without its wrapper: on its device, and in autocast.
+    # As under DDP, without its wrapper: on its device, and in autocast.
     placed = accelerator.prepare_model(model, evaluation_mode=True)
     return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
 
@@ -314,11 +315,11 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
                 pairs.append((parameter, local))
                 group["params"][i] = local
 
-    def lend_gradients(*_: Any) -> None:
+    def lend_gradients(*_: object) -> None:
         for parameter, local in pairs:
             local.grad = parameter.grad.to_local() if parameter.grad is not None else None
 
-    def drop_gradients(*_: Any) -> None:
+    def drop_gradients(*_: object) -> None:
         for parameter, local in pairs:
             parameter.grad = local.grad = None
 

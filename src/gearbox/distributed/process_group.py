@@ -29,6 +29,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def runs_on_cpu() -> bool:
+    """Return True if torch sees no GPU."""
     return not torch.cuda.is_available()
 
 

@@ -1,4 +1,4 @@
-"""Rows whose tokens several ranks share: what each computes of a row, and documents that stay apart all the same.
+"""Rows whose tokens several ranks share: which tokens each computes, and how documents stay isolated.
 
 Shapes: B rows of a micro batch, T tokens of a row.
 """
@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from gearbox.config.gear import Gear
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def isolate_documents(model: Any) -> None:
+
+def isolate_documents(model: PreTrainedModel) -> None:
     """Let sdpa build the mask of packed documents from their positions, if it is given none.
 
-    Ulysses hands the attention whole sequences with their positions, and drops the mask, which was made for a part.
+    Ulysses passes full sequences with their positions to the attention, and drops the mask, which was made for a part.
+    Raises UserError where the model has only eager attention.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,9 +37,17 @@ def isolate_documents(model: Any) -> None:
         return
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def isolated(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *rest: Any, **options: Any) -> Any:
+    def isolated(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *rest: object,
+        **options: object,
+    ) -> object:
         positions = options.get("position_ids")
-        if attention_mask is None and positions is not None and (positions[:, 1:] == 0).any():
+        if attention_mask is None and isinstance(positions, torch.Tensor) and (positions[:, 1:] == 0).any():
             document = (positions == 0).cumsum(1)  # [B, T]
             same = document[:, None, :, None] == document[:, None, None, :]
             attention_mask = same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
@@ -43,15 +57,17 @@ def isolate_documents(model: Any) -> None:
 
 
 @contextmanager
-def local_tokens(gear: Gear, accelerator: Any, inputs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Of a micro batch ([B, T] each) the tokens that this rank computes, where ranks share a sequence.
+def local_tokens(
+    gear: Gear, accelerator: Accelerator, inputs: dict[str, torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tokens of a micro batch ([B, T] each) that this rank computes, where ranks share a sequence.
 
-    Rows are filled up with tokens without targets to a length that can be cut.
+    Rows are padded, with tokens without targets, to a length that can be divided.
     """
-    num_parts, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
-    num_cuts = num_parts * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_parts
-    if num_cuts > 1:
-        inputs = _padded_to_multiple(inputs, num_cuts)
+    num_ranks, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
+    num_chunks = num_ranks * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_ranks
+    if num_chunks > 1:
+        inputs = _padded_to_multiple(inputs, num_chunks)
     if gear.degree("cp") > 1:
         buffers = list(inputs.values())
         with accelerator.maybe_context_parallel(
@@ -59,11 +75,11 @@ def local_tokens(gear: Gear, accelerator: Any, inputs: dict[str, torch.Tensor]) 
         ):
             yield inputs
     else:
-        yield {name: tensor.chunk(num_parts, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
+        yield {name: tensor.chunk(num_ranks, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
 
 
 def _padded_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
-    """Rows of a multiple of that length, with positions: what is added is a document of its own without targets."""
+    """Pad rows to a multiple of a length, and add positions. The padding is a document without targets."""
     width = inputs["labels"].shape[1]
     more = -width % multiple
     positions = torch.arange(width, device=inputs["labels"].device).expand_as(inputs["labels"])

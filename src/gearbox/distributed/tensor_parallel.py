@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
 def fix_replicated_gradients() -> None:
-    """Mend how transformers 5.23 adds the gradients of norms of single heads (Qwen3) over the ranks that share heads.
+    """Fix how transformers 5.23 sums the gradients of norms of single heads (Qwen3) over the ranks that share heads.
 
-    It adds what has accumulated, with each micro batch once more: the first one's is then counted many times.
+    It sums what has accumulated, again with each micro batch: the first one's gradient is then counted many times.
     """
     from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
 
-    def install_forward(self: Any, module: Any, mesh: Any) -> Any:
-        usual, hooked = module.forward, set()
+    def install_forward(self: ReplicatedWithGradAllReduce, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        usual = module.forward
+        hooked: set[nn.Parameter] = set()
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.clone()
             torch.distributed.all_reduce(gradient, group=mesh.get_group())
             return gradient
 
-        def forward(*inputs: Any, **options: Any) -> Any:
+        def forward(*inputs: object, **options: object) -> object:
             for parameter in module.parameters(recurse=False):  # loading puts other ones in place of the first
                 if torch.is_grad_enabled() and parameter.requires_grad and parameter not in hooked:
                     hooked.add(parameter)
-                    parameter.register_hook(summed)
+                    cast(Any, parameter).register_hook(summed)  # torch does not annotate it
             return usual(*inputs, **options)
 
         module.forward = forward
@@ -36,24 +40,24 @@ def fix_replicated_gradients() -> None:
     ReplicatedWithGradAllReduce.install_forward = install_forward
 
 
-def fix_sharded_layers(model: torch.nn.Module) -> None:
-    """What transformers and PEFT leave amiss of matrices that are cut over ranks."""
+def fix_sharded_layers(model: nn.Module) -> None:
+    """Fix what transformers and PEFT leave wrong in layers whose matrices are sharded across ranks."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor):
-            # The whole layer's, which transformers' hooks ask for; PEFT 0.21 notes an adapter's part.
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            # Those of the full layer, for transformers' hooks; PEFT 0.21 sets those of an adapter's local shard.
             module.out_features, module.in_features = module.weight.shape
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
-            if local.untyped_storage().nbytes() > local.nbytes:  # on a CPU a view keeps the whole in memory
+            if local.untyped_storage().nbytes() > local.nbytes:  # on a CPU a view keeps the full tensor in memory
                 parameter._local_tensor = local.clone()
 
 
 def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Part the optimizer's groups by the mesh of their tensors, which one multi-tensor operation cannot mix."""
+    """Split the optimizer's groups by the mesh of their tensors, which one multi-tensor operation cannot mix."""
     groups = []
     for group in optimizer.param_groups:
-        by_mesh: dict[Any, list[Any]] = {}
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         groups += [group | {"params": parameters} for parameters in by_mesh.values()]
@@ -61,17 +65,18 @@ def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def norm_of_shards(gradients: list[torch.Tensor]) -> float:
-    """The norm of gradients of which some are cut over one mesh, some over another and some not at all."""
-    sums: dict[tuple[Any, ...], torch.Tensor] = {}  # of squares, by the groups of ranks over which they must be added
+    """Return the norm of gradients of which some are sharded over one mesh, some over another and some not at all."""
+    sums: dict[tuple[ProcessGroup, ...], torch.Tensor] = {}  # of squares, by the groups over which they must be added
     for gradient in gradients:
         local = gradient
-        groups: tuple[Any, ...] = ()
+        groups: tuple[ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
             local, mesh = gradient.to_local(), gradient.device_mesh
-            cut = [i for i, placement in enumerate(gradient.placements) if getattr(placement, "dim", None) is not None]
-            groups = tuple(mesh.get_group(i) for i in cut)
+            sharded = [i for i, p in enumerate(gradient.placements) if getattr(p, "dim", None) is not None]
+            groups = tuple(mesh.get_group(i) for i in sharded)
         sums[groups] = sums.get(groups, 0) + local.float().square().sum()
     for groups, squares in sums.items():
         for group in groups:
             torch.distributed.all_reduce(squares, group=group)
-    return float(sum(sums.values())) ** 0.5
+    norm: float = float(sum(sums.values())) ** 0.5
+    return norm

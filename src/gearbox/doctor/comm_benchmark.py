@@ -1,7 +1,7 @@
-"""What the ranks send each other: whether it arrives, and how fast; and how fast each of them computes.
+"""Measure what the ranks send each other and whether it arrives; measure how fast each of them computes.
 
-Each rank calls the same functions; what it saw itself is returned, for `gather` and the judgements below, which are
-functions of all ranks' figures. Values tell who sent them: rank r writes r + 1 where the others write nothing.
+Every rank calls the same functions. Each returns what this rank saw; the ranks gather it, and comm_verdicts judges all
+ranks' figures. Values tell who sent them: rank r writes r + 1 where the other ranks write nothing.
 """
 
 from __future__ import annotations
@@ -9,144 +9,187 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gearbox.console import format_message_bytes
+from gearbox.console import format_bytes_short
 
 KiB, MiB = 2**10, 2**20
 ALL_PAIRS = 16  # ranks up to which every pair is a link; then neighbours, and one pair for each two machines
 REPEATS = 5
-Enter = Callable[[str], None]
+EnterStage = Callable[[str], None]
+Measured = tuple[int, float, list[int]]
+"""Bytes, this rank's seconds, and the ranks whose values came wrong."""
+Links = dict[tuple[int, int], tuple[float, float]]
+"""By pair of ranks: seconds one way of a few bytes, and bytes a second."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a collective sends."""
+
+    rank: int
+    """The rank that measures."""
+    num_ranks: int
+    part: int
+    """Elements for each rank, of each rank's."""
+    device: torch.device
+    is_smallest: bool
+    """Whether this is the first of several sizes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank sends to all ranks together, in float32."""
+        return 4 * self.part * self.num_ranks
+
+    def each_rank(self, first: int = 1) -> torch.Tensor:
+        """Return a number for each rank, from `first` on."""
+        return torch.arange(first, first + self.num_ranks, device=self.device)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Return a buffer on the device."""
+        return torch.zeros(*shape, device=self.device)
 
 
 def message_sizes(device: torch.device) -> list[int]:
-    """In bytes."""
+    """Return the sizes to measure, in bytes."""
     return [64 * KiB, MiB, 16 * MiB] + ([256 * MiB] if device.type == "cuda" else [])
 
 
-def measure_collectives(device: torch.device, enter: Enter) -> dict[str, list[tuple[int, float, list[int]]]]:
-    """By collective and size: bytes, this rank's seconds, and the ranks whose values came wrong."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found: dict[str, list[tuple[int, float, list[int]]]] = {}
+def measure_collectives(device: torch.device, enter_stage: EnterStage) -> dict[str, list[Measured]]:
+    """Measure and check each collective with each size of message."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    found: dict[str, list[Measured]] = {}
     for number, num_bytes in enumerate(message_sizes(device)):
-        part = max(1, num_bytes // 4 // size // size) * size  # elements for a rank, of each rank's
+        part = max(1, num_bytes // 4 // num_ranks // num_ranks) * num_ranks
+        message = Message(rank, num_ranks, part, device, is_smallest=number == 0)
         repeats = REPEATS if num_bytes <= MiB or device.type == "cuda" else 2  # a CPU takes 50 ms for 16 MiB
         for name, make in COLLECTIVES.items():
-            enter(f"{name} of {format_message_bytes(num_bytes)}")
-            work, wrong = make(rank, size, part, device, number == 0)
-            bad = wrong()
-            found.setdefault(name, []).append((4 * part * size, _median_seconds(work, device, repeats), bad))
-    enter("objects")
-    objects: list[Any] = [None] * size
+            enter_stage(f"{name} of {format_bytes_short(num_bytes)}")
+            work, check = make(message)
+            wrong = check()
+            found.setdefault(name, []).append((message.num_bytes, _median_seconds(work, device, repeats), wrong))
+    enter_stage("objects")
+    objects: list[dict[str, int]] = [{}] * num_ranks
     began = time.perf_counter()
     dist.all_gather_object(objects, {"rank": rank})
-    bad = [source for source, value in enumerate(objects) if value != {"rank": source}]
-    found["objects"] = [(0, time.perf_counter() - began, bad)]
+    wrong = [source for source, value in enumerate(objects) if value != {"rank": source}]
+    found["objects"] = [(0, time.perf_counter() - began, wrong)]
     return found
 
 
-Made = tuple[Callable[[], Any], Callable[[], list[int]]]
+Collective = tuple[Callable[[], object], Callable[[], list[int]]]
+"""The work to time, and a check that returns the ranks whose values came wrong."""
 
 
-def _all_reduce(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    values = torch.zeros(part, size, device=device)
+def _all_reduce(message: Message) -> Collective:
+    values = message.zeros(message.part, message.num_ranks)
 
-    def wrong() -> list[int]:
-        values[:, rank] = rank + 1
+    def check() -> list[int]:
+        values[:, message.rank] = message.rank + 1
         dist.all_reduce(values)
-        return _wrong(values.T, torch.arange(1, size + 1, device=device))
+        return _wrong(values.T, message.each_rank())
 
-    return (lambda: dist.all_reduce(values)), wrong
-
-
-def _all_gather(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    mine, all_ = torch.full((part,), rank + 1.0, device=device), torch.zeros(size, part, device=device)
-
-    def work() -> None:
-        dist.all_gather_into_tensor(all_.view(-1), mine)
-
-    def wrong() -> list[int]:
-        work()
-        return _wrong(all_, torch.arange(1, size + 1, device=device))
-
-    return work, wrong
+    return (lambda: dist.all_reduce(values)), check
 
 
-def _reduce_scatter(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    given = torch.zeros(size, part // size, size, device=device)  # [for whom, ..., from whom]
-    given[:, :, rank] = (rank + 1 + size * torch.arange(size, device=device)).view(size, 1).float()
-    mine = torch.zeros(part // size, size, device=device)
+def _all_gather(message: Message) -> Collective:
+    own = torch.full((message.part,), message.rank + 1.0, device=message.device)
+    gathered = message.zeros(message.num_ranks, message.part)
 
     def work() -> None:
-        dist.reduce_scatter_tensor(mine.view(-1), given.view(-1))
+        dist.all_gather_into_tensor(gathered.view(-1), own)
 
-    def wrong() -> list[int]:
+    def check() -> list[int]:
         work()
-        return _wrong(mine.T, size * rank + torch.arange(1, size + 1, device=device))
+        return _wrong(gathered, message.each_rank())
 
-    return work, wrong
+    return work, check
 
 
-def _broadcast(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    values = torch.zeros(part * size, device=device)
+def _reduce_scatter(message: Message) -> Collective:
+    rank, num_ranks = message.rank, message.num_ranks
+    sent = message.zeros(num_ranks, message.part // num_ranks, num_ranks)  # [for whom, ..., from whom]
+    sent[:, :, rank] = (rank + 1 + num_ranks * message.each_rank(0)).view(num_ranks, 1).float()
+    received = message.zeros(message.part // num_ranks, num_ranks)
 
-    def wrong() -> list[int]:
-        bad = []
-        for source in range(size if first else 1):
-            values.fill_(source + 1 if rank == source else 0)
+    def work() -> None:
+        dist.reduce_scatter_tensor(received.view(-1), sent.view(-1))
+
+    def check() -> list[int]:
+        work()
+        return _wrong(received.T, num_ranks * rank + message.each_rank())
+
+    return work, check
+
+
+def _broadcast(message: Message) -> Collective:
+    values = message.zeros(message.part * message.num_ranks)
+
+    def check() -> list[int]:
+        wrong = []
+        for source in range(message.num_ranks if message.is_smallest else 1):
+            values.fill_(source + 1 if message.rank == source else 0)
             dist.broadcast(values, source)
-            bad += [source] if _wrong(values.view(1, -1), torch.tensor([source + 1], device=device)) else []
-        return bad
+            right = torch.tensor([source + 1], device=message.device)
+            wrong += [source] if _wrong(values.view(1, -1), right) else []
+        return wrong
 
-    return (lambda: dist.broadcast(values, 0)), wrong
-
-
-def _all_to_all(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    given = (rank * size + torch.arange(1, size + 1, device=device)).float().repeat_interleave(part)
-    taken = torch.zeros(size, part, device=device)
-
-    def work() -> None:
-        dist.all_to_all_single(taken.view(-1), given)
-
-    def wrong() -> list[int]:
-        work()
-        return _wrong(taken, size * torch.arange(size, device=device) + rank + 1)
-
-    return work, wrong
+    return (lambda: dist.broadcast(values, 0)), check
 
 
-def _send_recv(rank: int, size: int, part: int, device: torch.device, first: bool) -> Made:
-    given = torch.full((part * size,), rank + 1.0, device=device)
-    taken = torch.zeros(part * size, device=device)
-    after, before = (rank + 1) % size, (rank - 1) % size
+def _all_to_all(message: Message) -> Collective:
+    rank, num_ranks = message.rank, message.num_ranks
+    sent = (rank * num_ranks + message.each_rank()).float().repeat_interleave(message.part)
+    received = message.zeros(num_ranks, message.part)
 
     def work() -> None:
-        _exchange([(dist.isend, given, after), (dist.irecv, taken, before)])
+        dist.all_to_all_single(received.view(-1), sent)
 
-    def wrong() -> list[int]:
+    def check() -> list[int]:
         work()
-        return [before] if _wrong(taken.view(1, -1), torch.tensor([before + 1], device=device)) else []
+        return _wrong(received, num_ranks * message.each_rank(0) + rank + 1)
 
-    return work, wrong
+    return work, check
 
 
-COLLECTIVES: dict[str, Callable[[int, int, int, torch.device, bool], Made]] = {
-    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "broadcast": _broadcast,
-    "all_to_all": _all_to_all, "send_recv": _send_recv,
-}  # fmt: skip
+def _send_recv(message: Message) -> Collective:
+    num_elements = message.part * message.num_ranks
+    sent = torch.full((num_elements,), message.rank + 1.0, device=message.device)
+    received = message.zeros(num_elements)
+    after, before = (message.rank + 1) % message.num_ranks, (message.rank - 1) % message.num_ranks
+
+    def work() -> None:
+        _exchange([(dist.isend, sent, after), (dist.irecv, received, before)])
+
+    def check() -> list[int]:
+        work()
+        return [before] if _wrong(received.view(1, -1), torch.tensor([before + 1], device=message.device)) else []
+
+    return work, check
+
+
+COLLECTIVES: dict[str, Callable[[Message], Collective]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+    "send_recv": _send_recv,
+}
 
 
 def _wrong(values: torch.Tensor, right: torch.Tensor) -> list[int]:
-    """Which rows [from whom, ...] are not filled with the value that is right for them."""
-    return (values != right.view(-1, 1).to(values.dtype)).any(1).nonzero().flatten().tolist()
+    """Return the rows [from whom, ...] that are not filled with the value that is right for them."""
+    rows: list[int] = (values != right.view(-1, 1).to(values.dtype)).any(1).nonzero().flatten().tolist()
+    return rows
 
 
-def _exchange(operations: list[tuple[Any, torch.Tensor, int]]) -> None:
-    """Point to point as pipelines do it: batched, so that NCCL makes no communicator for each pair."""
+def _exchange(operations: list[tuple[Callable[..., object], torch.Tensor, int]]) -> None:
+    """Send and receive as pipelines do: batched, so that NCCL makes no communicator for each pair."""
     for work in dist.batch_isend_irecv([dist.P2POp(*operation) for operation in operations]):
         work.wait()
 
@@ -156,7 +199,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def _median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
         _wait(device)
@@ -168,7 +211,7 @@ def _median_seconds(work: Callable[[], Any], device: torch.device, repeats: int)
 
 
 def pairs(hosts: list[str]) -> list[tuple[int, int]]:
-    """The links to measure, of the ranks on these hosts."""
+    """Return the links to measure: the pairs of ranks. `hosts` are the ranks' hosts."""
     if len(hosts) <= ALL_PAIRS:
         return list(combinations(range(len(hosts)), 2))
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
@@ -176,8 +219,8 @@ def pairs(hosts: list[str]) -> list[tuple[int, int]]:
     return sorted({*((rank, rank + 1) for rank in range(len(hosts) - 1)), *between})
 
 
-def measure_links(hosts: list[str], device: torch.device, enter: Enter) -> dict[str, tuple[float, float]]:
-    """Of each pair of which this rank is the first: seconds one way of a few bytes, and bytes a second.
+def measure_links(hosts: list[str], device: torch.device, enter_stage: EnterStage) -> dict[str, tuple[float, float]]:
+    """Measure each pair (`0-1`, ...) of which this rank is the first; return seconds and bytes a second, as in Links.
 
     One pair after the other, with all others waiting: each has the network for itself.
     """
@@ -187,33 +230,42 @@ def measure_links(hosts: list[str], device: torch.device, enter: Enter) -> dict[
     together = torch.zeros(1, device=device)
     found = {}
     for a, b in pairs(hosts):
-        enter(f"the link between ranks {a} ({hosts[a]}) and {b} ({hosts[b]})")
+        enter_stage(f"the link between ranks {a} ({hosts[a]}) and {b} ({hosts[b]})")
         dist.all_reduce(together)
         _wait(device)
-        if rank not in (a, b):
-            continue
-        best = []
-        for tensor, times in ((small, 20), (large, 4)):
-            seconds = []
-            for _ in range(1 + times):  # the first makes the connection
-                _wait(device)
-                began = time.perf_counter()
-                first, second = (dist.isend, dist.irecv) if rank == a else (dist.irecv, dist.isend)
-                for way in (first, second):
-                    _exchange([(way, tensor, b if rank == a else a)])
-                _wait(device)
-                seconds.append((time.perf_counter() - began) / 2)
-            best.append(min(seconds[1:]))
-        if rank == a:
-            found[f"{a}-{b}"] = best[0], 4 * large.numel() / best[1]
+        if rank in (a, b):
+            peer, is_first = (b, True) if rank == a else (a, False)
+            delay = _one_way_seconds(small, peer, is_first, repeats=20)
+            seconds = _one_way_seconds(large, peer, is_first, repeats=4)
+            if is_first:
+                found[f"{a}-{b}"] = delay, 4 * large.numel() / seconds
     return found
 
 
-def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter: Enter) -> float:
-    """Floating point operations a second of a matrix product: of five rounds a GPU's median, a CPU's best.
+def _one_way_seconds(tensor: torch.Tensor, peer: int, sends_first: bool, repeats: int) -> float:
+    """Send a tensor to the peer and back; return the seconds one way of the fastest time."""
+    ways = (dist.isend, dist.irecv) if sends_first else (dist.irecv, dist.isend)
+    seconds = []
+    for _ in range(1 + repeats):  # the first makes the connection
+        _wait(tensor.device)
+        began = time.perf_counter()
+        for way in ways:
+            _exchange([(way, tensor, peer)])
+        _wait(tensor.device)
+        seconds.append((time.perf_counter() - began) / 2)
+    return min(seconds[1:])
 
-    Ranks that share a machine's cores take turns, so that none is measured against another, and what else runs there
-    only slows them down; GPUs run all at once, as in training.
+
+def join_links(parts: list[dict[str, tuple[float, float]]]) -> Links:
+    """Join what each rank returned from `measure_links`."""
+    return {(int(a), int(b)): figures for part in parts for name, figures in part.items() for a, b in [name.split("-")]}
+
+
+def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter_stage: EnterStage) -> float:
+    """Return the floating point operations a second of a matrix product: of five rounds a GPU's median, a CPU's best.
+
+    Ranks that share a machine's cores take turns, so that they do not slow each other. GPUs run all at once, as in
+    training.
     """
     is_gpu = device.type == "cuda"
     width, batch, dtype = (8192, 10, torch.bfloat16) if is_gpu else (384, 1, torch.float32)
@@ -222,7 +274,7 @@ def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter: 
     rates = []
     for _ in range(1 + REPEATS):  # the first warms up
         for turn in range(1 if is_gpu else num_turns):
-            enter("the matrix product")
+            enter_stage("the matrix product")
             if dist.is_initialized():
                 dist.all_reduce(together)
             if is_gpu or turn == local_rank:

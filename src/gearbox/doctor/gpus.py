@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as the driver and nvidia-smi tell of them. Imports torch only where there is a driver."""
+"""This machine's GPUs, as the driver and nvidia-smi report them. torch is imported only where there is a driver."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ import importlib.util
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gearbox.doctor.finding import Finding
 
+if TYPE_CHECKING:
+    import torch
+
 DRIVER = Path("/proc/driver/nvidia/version")
-# CUDA's major version to the oldest driver that runs it (NVIDIA's table of minor version compatibility).
+# CUDA's major version to the oldest driver that supports it (NVIDIA's table of minor version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-TAKEN_MIB = 1024  # of a GPU that nobody uses the driver keeps a few hundred
+TAKEN_MIB = 1024  # the driver keeps a few hundred of an idle GPU
 SMI_SECONDS = 10
-ASKED = (
-    "index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown", "clocks_throttle_reasons.sw_thermal_slowdown",
-)  # fmt: skip
+COLUMNS = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown",
+)
 
 
 def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
-    """What there is to say, and how many GPUs torch can use here."""
+    """Return the findings, and the number of GPUs that torch can use here."""
     driver, cuda = driver_version(), torch_cuda()
     if driver is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return [check_driver(driver, cuda, 0)], 0
@@ -36,19 +46,19 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
         text = f"{num_ranks} ranks here, but {num_gpus} GPUs"
         findings.append(Finding("red", "gpus", text, f"give --num_processes {num_gpus} for each machine"))
     try:
-        findings += check_gpus(_smi(f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"))
+        findings += check_gpus(_smi(f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits"))
         findings += check_topology(_smi("topo", "-m"), num_gpus)
     except (OSError, subprocess.SubprocessError) as error:
-        found = "is not there" if isinstance(error, FileNotFoundError) else f"fails: {error}"
+        problem = "is not there" if isinstance(error, FileNotFoundError) else f"fails: {error}"
         advice = "in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility; else look at dmesg for Xid errors"
-        findings.append(Finding("yellow", "gpus", f"nvidia-smi {found}", advice))
+        findings.append(Finding("yellow", "gpus", f"nvidia-smi {problem}", advice))
     if cuda is not None and num_gpus:
         findings += check_quantizer(cuda)
     return findings, num_gpus
 
 
 def driver_version(path: Path = DRIVER) -> str | None:
-    """Of the NVIDIA driver that is loaded, such as 580.95.05."""
+    """Return the version of the NVIDIA driver that is loaded, such as 580.95.05."""
     try:
         found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", path.read_text())
     except OSError:
@@ -57,7 +67,7 @@ def driver_version(path: Path = DRIVER) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for, such as 13.0; read from its folder, which is faster than importing it."""
+    """Return the CUDA version that torch is built for, such as 13.0. Reading it is faster than importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -67,36 +77,33 @@ def torch_cuda() -> str | None:
 
 
 def check_driver(driver: str | None, cuda: str | None, num_gpus: int) -> Finding:
-    """Whether the driver runs the CUDA that torch brings, and torch sees a GPU."""
+    """Check that the driver supports torch's CUDA, and that torch sees a GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Finding("green", "driver", "CUDA_VISIBLE_DEVICES hides all GPUs: a rehearsal on the CPU")
     if driver is None:
         return Finding("green", "driver", "no NVIDIA driver: a rehearsal on the CPU")
     if cuda is None:
-        return Finding(
-            "red", "driver", f"NVIDIA driver {driver}, but torch is a build without CUDA",
-            "install torch from PyPI for GPUs, or hide them with CUDA_VISIBLE_DEVICES= (empty)",
-        )  # fmt: skip
+        text = f"NVIDIA driver {driver}, but torch is a build without CUDA"
+        advice = "install torch from PyPI for GPUs, or hide them with CUDA_VISIBLE_DEVICES= (empty)"
+        return Finding("red", "driver", text, advice)
     major = int(cuda.split(".")[0])
     oldest = OLDEST_DRIVER.get(major)
     if oldest is not None and int(driver.split(".")[0]) < oldest:
-        return Finding(
-            "red", "driver", f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}",
-            f"install driver {oldest} or newer, or a torch for an older CUDA",
-        )  # fmt: skip
+        text = f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
+        return Finding("red", "driver", text, f"install driver {oldest} or newer, or a torch for an older CUDA")
     if num_gpus == 0:
-        return Finding(
-            "red", "driver", f"NVIDIA driver {driver}, CUDA {cuda}, but torch sees no GPU",
+        advice = (
             "give the container its GPUs (docker run --gpus all; nvidia.com/gpu in Kubernetes; --gres in Slurm); then "
-            "look at nvidia-smi, and at CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
+            "look at nvidia-smi, and at CUDA_VISIBLE_DEVICES"
+        )
+        return Finding("red", "driver", f"NVIDIA driver {driver}, CUDA {cuda}, but torch sees no GPU", advice)
     return Finding("green", "driver", f"NVIDIA driver {driver}, torch's CUDA {cuda}, {num_gpus} GPUs")
 
 
 def check_gpus(table: str) -> Iterator[Finding]:
-    """Rows of nvidia-smi --query-gpu with the columns of ASKED."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
-    rows = [row for row in rows if len(row) == len(ASKED)]
+    """Check memory, ECC errors and slowdowns by the rows of nvidia-smi --query-gpu with COLUMNS."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
+    rows = [row for row in rows if len(row) == len(COLUMNS)]
     taken, broken, slowed = [], [], []
     for index, _, total, used, errors, *slowdowns in rows:
         if used.isdigit() and int(used) > TAKEN_MIB:
@@ -115,36 +122,69 @@ def check_gpus(table: str) -> Iterator[Finding]:
         text = f"GPU {', '.join(slowed)} is slowed down by heat or power"
         yield Finding("yellow", "gpus", text, "nvidia-smi -q -d PERFORMANCE says why; look at cooling and power supply")
     if rows and not (taken or broken or slowed):
-        kinds = [f"{name} {int(total) / 1024:.0f} GiB" if total.isdigit() else name for _, name, total, *_ in rows]
-        yield Finding("green", "gpus", ", ".join(f"{kinds.count(k)} x {k}" for k in dict.fromkeys(kinds)) + ", free")
+        yield Finding("green", "gpus", f"{_count_kinds(rows)}, free")
+
+
+def _count_kinds(rows: list[list[str]]) -> str:
+    """Return such as 4 x NVIDIA H100 80GB HBM3 80 GiB."""
+    kinds = [f"{name} {int(total) / 1024:.0f} GiB" if total.isdigit() else name for _, name, total, *_ in rows]
+    return ", ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
 
 
 def check_topology(matrix: str, num_gpus: int) -> Iterator[Finding]:
-    """How the GPUs are joined, by `nvidia-smi topo -m`: NV# is NVLink, SYS the way from one CPU to another."""
-    rows = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in matrix.splitlines()]  # it underlines the head
-    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
-    names = [name for name in head if re.fullmatch(r"GPU\d+", name)]
-    ways = {row[0]: row[1 : 1 + len(names)] for row in rows if row and row[0] in names and "X" in row}
-    if num_gpus < 2 or len(ways) < 2:
+    """Report how the GPUs are linked, by `nvidia-smi topo -m`: NV# is NVLink, SYS leads from one CPU to another."""
+    pairs_by_link = _parse_topology(matrix)
+    if num_gpus < 2 or not pairs_by_link:
         return
-    kinds: dict[str, list[str]] = {}
-    for (i, a), (j, b) in combinations(enumerate(names), 2):
-        kinds.setdefault(ways[a][j] if a in ways else ways[b][i], []).append(f"{a[3:]}-{b[3:]}")
-    linked = [kind for kind in kinds if kind.startswith("NV")]
-    if len(linked) == len(kinds):
-        text = f"NVLink between all {len(names)} GPUs ({', '.join(sorted(linked))})"
-    else:
-        others = {kind: pairs for kind, pairs in kinds.items() if kind not in linked}
-        said = [f"{len(pairs)} by {kind} ({', '.join(pairs[:6])}{', ...' if len(pairs) > 6 else ''})"
-                for kind, pairs in others.items()]  # fmt: skip
-        text = f"pairs without NVLink: {'; '.join(said)}"
-        if "SYS" in others:
-            text += "; SYS crosses CPUs, the slowest way: keep tp and sp groups off it"
+    nvlinks = sorted(link for link in pairs_by_link if link.startswith("NV"))
+    others = {link: pairs for link, pairs in pairs_by_link.items() if link not in nvlinks}
+    if not others:
+        gpus = {gpu for pairs in pairs_by_link.values() for pair in pairs for gpu in pair.split("-")}
+        yield Finding("green", "topology", f"NVLink between all {len(gpus)} GPUs ({', '.join(nvlinks)})")
+        return
+    counts = [
+        f"{len(pairs)} by {link} ({', '.join(pairs[:6])}{', ...' if len(pairs) > 6 else ''})"
+        for link, pairs in others.items()
+    ]
+    text = f"pairs without NVLink: {'; '.join(counts)}"
+    if "SYS" in others:
+        text += "; SYS crosses CPUs, the slowest way: keep tp and sp groups off it"
     yield Finding("green", "topology", text)
 
 
+def _parse_topology(matrix: str) -> dict[str, list[str]]:
+    """Return the pairs of GPUs (0-1, 0-2, ...) by the kind of their link; {} where there are no two GPUs."""
+    rows = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in matrix.splitlines()]  # it underlines the head
+    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
+    names = [name for name in head if re.fullmatch(r"GPU\d+", name)]
+    links = {row[0]: row[1 : 1 + len(names)] for row in rows if row and row[0] in names and "X" in row}
+    pairs: dict[str, list[str]] = {}
+    if len(links) > 1:
+        for (i, a), (j, b) in combinations(enumerate(names), 2):
+            pairs.setdefault(links[a][j] if a in links else links[b][i], []).append(f"{a[3:]}-{b[3:]}")
+    return pairs
+
+
+def take_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU, made the current one, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return such as `cuda:1 NVIDIA H100 80GB HBM3`, or `cpu`."""
+    import torch
+
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
 def check_quantizer(cuda: str) -> Iterator[Finding]:
-    """bitsandbytes brings its kernels for some CUDA versions, and takes another minor one, but no other major one."""
+    """Check bitsandbytes' kernels: they run with other minor versions of their CUDA, but with no other major one."""
     spec = importlib.util.find_spec("bitsandbytes")
     if spec is None or spec.origin is None:
         return

@@ -1,6 +1,6 @@
-"""This machine: what it has, and whether that will do. Light: no torch, a few seconds at most.
+"""This machine: what it has, and whether that is enough. It takes a few seconds, and no torch.
 
-Each check is a function of what it looked at, so that a test can show it a machine that is not there.
+Checks are given what they judge, so that a test can describe a machine that is not there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import shutil
 import socket
 import time
 import tomllib
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
@@ -23,32 +25,35 @@ from packaging.version import Version
 
 from gearbox import ROOT, filesystem
 from gearbox.config.gear import Gear
-from gearbox.console import format_message_bytes
-from gearbox.doctor.finding import Finding
+from gearbox.console import format_bytes_short
+from gearbox.doctor.finding import Finding, shorten
 from gearbox.doctor.gpus import inspect_gpus
-from gearbox.doctor.network import hub_reachable, in_background, network
+from gearbox.doctor.network import check_hub, in_background, inspect_address
+
+if TYPE_CHECKING:
+    from gearbox.doctor.rank_registry import RankRegistry
 
 MiB, GiB = 2**20, 2**30
-JOINED = ("torch", "accelerate", "transformers", "peft", "deepspeed", "bitsandbytes")  # what this project joins
+JOINED = ("torch", "accelerate", "transformers", "peft", "deepspeed", "bitsandbytes")  # what this project combines
 SHM_PER_RANK = 64 * MiB
 """NCCL's segments between two GPUs without peer access are 7 to 10 MiB (NVIDIA/nccl 290, 342; torchtitan 853); a ring
 has one each way, on two to four channels."""
-FILES_PER_RANK = 16  # a socket to each other rank, in each of a gear's groups
-MEMORY_PER_RANK = 2 * GiB  # a rank that has imported its libraries, and little else
+FILES_PER_RANK = 16  # sockets to the other rank, in each of a gear's groups
+MEMORY_PER_RANK = 2 * GiB  # mostly for the libraries that a rank imports
 WRITTEN = 4 * MiB
 SLOW_DISK = 10 * MiB  # bytes a second: 84 GB of a 7B's checkpoint would take more than two hours
 SLOW_SYNC = 2.0  # seconds
-SHARED_SECONDS = 10.0  # until another machine's new file shows on a network file system
+SHARED_SECONDS = 10.0  # until another machine's new file appears on a network file system
 
 
 def inspect_host(
     gear: Gear | None, runs: Path, num_local_ranks: int, world_size: int, num_machines: int
 ) -> list[Finding]:
-    """All that can be found out about this machine without the other ranks."""
-    hub = in_background(lambda: hub_reachable(os.environ))
+    """Check all of this machine that needs no other rank."""
+    hub = in_background(lambda: check_hub(os.environ))
     gpus, num_gpus = inspect_gpus(num_local_ranks)
-    ranks = max(num_local_ranks, num_gpus if world_size == 1 else 1)  # alone it looks for all that could run here
-    findings = [
+    ranks = max(num_local_ranks, num_gpus if world_size == 1 else 1)  # one rank checks for all that could run here
+    return [
         *package_versions(installed(), ROOT / "pyproject.toml", ROOT / "constraints.txt"),
         *gpus,
         shared_memory(Path("/dev/shm"), ranks, num_gpus),
@@ -56,14 +61,13 @@ def inspect_host(
         memory(ranks),
         disk(runs),
         *(operations(gear, num_gpus) if gear is not None else []),
-        network(num_machines, num_gpus),
+        inspect_address(num_machines, num_gpus),
         hub(),
     ]
-    return [finding for finding in findings if finding is not None]
 
 
 def installed() -> dict[str, str]:
-    """Version of Python and of each package that this project asks for; without those that are missing."""
+    """Return the versions of Python and of each package that this project requires, if it is installed."""
     found = {"python": platform.python_version()}
     for requirement in _required(ROOT / "pyproject.toml"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -72,7 +76,7 @@ def installed() -> dict[str, str]:
 
 
 def package_versions(found: dict[str, str], pyproject: Path, constraints: Path) -> Iterator[Finding]:
-    """Red outside the bounds of pyproject.toml, yellow where the joined six are not those that the tests ran with."""
+    """Check versions: red outside pyproject.toml's bounds, yellow where one of JOINED is not the tested version."""
     wrong = []
     for requirement in _required(pyproject):
         version = found.get(requirement.name)
@@ -94,8 +98,8 @@ def package_versions(found: dict[str, str], pyproject: Path, constraints: Path) 
         again = "make setup installs the tested ones; make test says whether these do"
         yield Finding("yellow", "versions", "; ".join(other), again)
     if not wrong and not other:
-        said = ", ".join(f"{name} {found[name]}" for name in ("python", *JOINED) if name in found)
-        yield Finding("green", "versions", said)
+        summary = ", ".join(f"{name} {found[name]}" for name in ("python", *JOINED) if name in found)
+        yield Finding("green", "versions", summary)
 
 
 def _required(pyproject: Path) -> list[Requirement]:
@@ -106,32 +110,32 @@ def _required(pyproject: Path) -> list[Requirement]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # an image may hold the code alone
+    except OSError:  # an image may have only the code
         return ""
 
 
 def shared_memory(path: Path, num_ranks: int, num_gpus: int) -> Finding:
-    """/dev/shm, in which NCCL moves data between GPUs that have no other way."""
+    """Check /dev/shm, through which NCCL moves data between GPUs that have no other link."""
     if not path.is_dir():
         size = 0
     else:
         room = os.statvfs(path)
         size = room.f_blocks * room.f_frsize
     needed = SHM_PER_RANK * num_ranks
-    said = f"{path} has {format_message_bytes(size)}"
+    summary = f"{path} has {format_bytes_short(size)}"
     if num_ranks == 1 or size >= needed:
-        return Finding("green", "shm", said)
+        return Finding("green", "shm", summary)
     advice = (
-        f"give it {format_message_bytes(max(GiB, needed))}: docker run --shm-size, or an emptyDir with medium: Memory on {path} in "
-        "Kubernetes"
+        f"give it {format_bytes_short(max(GiB, needed))}: docker run --shm-size, or an emptyDir with medium: Memory on "
+        f"{path} in Kubernetes"
     )
     if num_gpus == 0:
-        return Finding("yellow", "shm", f"{said}; gloo needs none, but NCCL would for {num_ranks} ranks", advice)
-    return Finding("red", "shm", f"{said}; NCCL may need {format_message_bytes(needed)} for {num_ranks} ranks", advice)
+        return Finding("yellow", "shm", f"{summary}; gloo needs none, but NCCL would for {num_ranks} ranks", advice)
+    return Finding("red", "shm", f"{summary}; NCCL may need {format_bytes_short(needed)} for {num_ranks} ranks", advice)
 
 
 def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
-    """What ulimit allows: open files, locked memory, processes."""
+    """Check what ulimit allows: open files, locked memory, processes."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -140,36 +144,33 @@ def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
     if 0 <= files < needed:
         few.append((f"{files} open files, {world_size} ranks may need {needed}", f"ulimit -n {max(65536, needed)}"))
     if has_rdma and locked != resource.RLIM_INFINITY:
-        few.append(
-            (f"{format_message_bytes(locked)} of locked memory, InfiniBand registers more", "ulimit -l unlimited")
-        )
+        few.append((f"{format_bytes_short(locked)} of locked memory, InfiniBand registers more", "ulimit -l unlimited"))
     if 0 <= processes < 4096:
         few.append((f"{processes} processes and threads", "ulimit -u 65536"))
     for text, advice in few:
         more = " (docker run --ulimit; LimitMEMLOCK=, LimitNOFILE= of slurmd)"
         yield Finding("yellow", "limits", text, advice + more)
     if not few:
-        memlock = "unlimited" if locked == resource.RLIM_INFINITY else format_message_bytes(locked)
+        memlock = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes_short(locked)
         yield Finding("green", "limits", f"{files:,} open files, {memlock} of locked memory")
 
 
 def memory(num_ranks: int) -> Finding:
-    """Free memory of the host, or what the container's own limit leaves of it."""
+    """Check the host's free memory, or what the container's limit leaves of it."""
     free, limited = psutil.virtual_memory().available, ""
     room = _cgroup_room()
     if room is not None and room < free:
         free, limited = room, " of the container's limit"
-    said = f"{format_message_bytes(free)} free{limited}"
+    summary = f"{format_bytes_short(free)} free{limited}"
     if free >= MEMORY_PER_RANK * num_ranks:
-        return Finding("green", "memory", said)
-    return Finding(
-        "yellow", "memory", f"{said} for {num_ranks} ranks, which take {format_message_bytes(MEMORY_PER_RANK)} each to start",
-        "end what else runs here (ps aux --sort -rss), raise the container's limit, or start fewer ranks",
-    )  # fmt: skip
+        return Finding("green", "memory", summary)
+    text = f"{summary} for {num_ranks} ranks, which take {format_bytes_short(MEMORY_PER_RANK)} each to start"
+    advice = "end what else runs here (ps aux --sort -rss), raise the container's limit, or start fewer ranks"
+    return Finding("yellow", "memory", text, advice)
 
 
 def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of this control group's limit in bytes, None without one."""
+    """Return what is left of this control group's limit in bytes, None without one."""
     for limit, used in (
         (root / "memory.max", root / "memory.current"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
@@ -180,30 +181,30 @@ def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def disk(runs: Path) -> Finding:
-    """Whether the runs' folder can be written, how fast, and what is free."""
-    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    """Check whether the runs' folder can be written, how fast, and how much is free."""
+    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     try:
-        free = shutil.disk_usage(place).free
-        for _ in range(3):  # somebody else may be writing
-            rate, sync = _write_speed(place)
+        free = shutil.disk_usage(folder).free
+        for _ in range(3):  # another process may be writing
+            rate, sync = _write_speed(folder)
             slow = rate < SLOW_DISK or sync > SLOW_SYNC
             if not slow:
                 break
     except OSError as error:
-        return Finding(
-            "red", "disk", f"{runs} cannot be written: {error.strerror}",
-            "free some room there, make it this user's, or give run.dir=FOLDER",
-        )  # fmt: skip
-    said = f"{runs}: {format_message_bytes(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
+        advice = "free some room there, make it this user's, or give run.dir=FOLDER"
+        return Finding("red", "disk", f"{runs} cannot be written: {error.strerror}", advice)
+    summary = f"{runs}: {format_bytes_short(free)} free, {rate / MiB:,.0f} MiB/s, fsync in {sync * 1000:.0f} ms"
     if free < 10 * GiB:
-        return Finding("yellow", "disk", said, "a checkpoint has 12 bytes a trained weight, 84 GB of a 7B; free some")
+        return Finding(
+            "yellow", "disk", summary, "a checkpoint has 12 bytes a trained weight, 84 GB of a 7B; free some"
+        )
     if slow:
-        return Finding("yellow", "disk", said, "checkpoints will take long: use a local disk, or save more seldom")
-    return Finding("green", "disk", said)
+        return Finding("yellow", "disk", summary, "checkpoints will take long: use a local disk, or save more seldom")
+    return Finding("green", "disk", summary)
 
 
 def _write_speed(folder: Path) -> tuple[float, float]:
-    """Bytes a second of a few MiB written and synced, and seconds of a small fsync."""
+    """Return the bytes a second of writing a few MiB with fsync, and the seconds of a small fsync."""
     path = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         with path.open("wb", buffering=0) as file:
@@ -220,43 +221,53 @@ def _write_speed(folder: Path) -> tuple[float, float]:
         path.unlink(missing_ok=True)
 
 
-def leave_mark(runs: Path, name: str) -> Path | None:
-    """A file for the other machines to see, None where the folder cannot be written."""
-    place = runs if runs.is_dir() else runs.absolute().parent
-    try:
-        (place / name).touch()
-    except OSError:
-        return None
-    return place / name
+def check_shared_folder(registry: RankRegistry, runs: Path) -> Finding:
+    """Check whether all machines see the same folder of runs, as their checkpoints need. All ranks call this."""
+    probe = None
+    if registry.rank == 0:
+        probe = _probe_path(runs, f".doctor-{uuid.uuid4().hex[:8]}")
+        try:
+            probe.touch()
+        except OSError:
+            probe = None
+    name = registry.gather("a mark in the folder", probe.name if probe else None)[0]
+    sees = True  # where no file could be made, the finding `disk` says so
+    if name is not None and registry.local_rank == 0:
+        sees = filesystem.wait_for_path(_probe_path(runs, name), SHARED_SECONDS)
+    all_see = registry.gather("the folder's mark", sees)
+    if probe is not None:
+        probe.unlink(missing_ok=True)
+    blind = list(dict.fromkeys(registry.hosts[rank] for rank, seen in enumerate(all_see) if not seen))
+    if name is None or not blind:
+        return Finding("green", "folder", f"{runs} is one folder on all machines" if name else f"{runs}: see disk")
+    text = f"{runs} on {shorten(blind)} is not the folder that it is on {registry.hosts[0]}"
+    return Finding("red", "folder", text, "mount one folder on all machines, and name it in run.dir")
 
 
-def sees_mark(runs: Path, name: str) -> bool:
-    place = runs if runs.is_dir() else runs.absolute().parent
-    return filesystem.wait_for_path(place / name, SHARED_SECONDS)
+def _probe_path(runs: Path, name: str) -> Path:
+    return (runs if runs.is_dir() else runs.absolute().parent) / name
 
 
 def operations(gear: Gear, num_gpus: int) -> Iterator[Finding]:
-    """What DeepSpeed would compile at the start of this gear, and whether it can."""
+    """Check whether DeepSpeed can compile what it needs at the start of this gear."""
     for name in gear.compiled:
         missing = [
-            said
-            for said, there in (
+            tool
+            for tool, is_there in (
                 ("a C++ compiler", shutil.which(os.environ.get("CXX", "g++"))),
                 ("ninja", shutil.which("ninja") or importlib.util.find_spec("ninja")),
                 ("libaio's headers", name != "async_io" or _header("libaio.h")),
                 ("nvcc", num_gpus == 0 or shutil.which("nvcc") or os.environ.get("CUDA_HOME")),
             )
-            if not there
+            if not is_there
         ]
         built = _built(name)
         if built:
             yield Finding("green", "operations", f"{name} is built: {built}")
         elif missing:
             text = f"{gear.name} lets DeepSpeed compile {name}, but there is no {', no '.join(missing)}"
-            yield Finding(
-                "red", "operations", text,
-                "apt-get install g++ ninja-build libaio-dev" + (", and CUDA's toolkit" if "nvcc" in missing else ""),
-            )  # fmt: skip
+            toolkit = ", and CUDA's toolkit" if "nvcc" in missing else ""
+            yield Finding("red", "operations", text, f"apt-get install g++ ninja-build libaio-dev{toolkit}")
         else:
             yield Finding("green", "operations", f"{name} can be compiled; the first start takes minutes longer")
 
@@ -268,9 +279,9 @@ def _header(name: str) -> bool:
 
 
 def _built(name: str) -> Path | None:
-    """Where torch keeps what it has compiled, or where a package was installed with it."""
+    """Return the compiled operation: where torch keeps what it compiles, or in the installed package."""
     home = os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions")
-    places = [Path(home)]
+    folders = [Path(home)]
     if (spec := importlib.util.find_spec("deepspeed")) and spec.origin:
-        places.append(Path(spec.origin).parent / "ops")
-    return next((path for place in places for path in place.rglob(f"{name}*.so")), None)
+        folders.append(Path(spec.origin).parent / "ops")
+    return next((path for folder in folders for path in folder.rglob(f"{name}*.so")), None)

@@ -1,4 +1,4 @@
-"""This machine's place in the network: the address that the others are told, and the way to the hub. No torch."""
+"""This machine's network: the address that the other machines are given, and the way to the hub. No torch."""
 
 from __future__ import annotations
 
@@ -6,48 +6,60 @@ import os
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import psutil
 
 from gearbox.doctor.finding import Finding
+from gearbox.launch.environment import LaunchEnvironment
 
 HUB_SECONDS = 3.0
 
 
-def network(num_machines: int, num_gpus: int) -> Finding:
-    """Which address the other machines will be told."""
+@dataclass(frozen=True)
+class HostAddresses:
+    """This machine's name and addresses."""
+
+    host: str
+    resolved: list[str]
+    """The addresses to which its name resolves."""
+    interfaces: dict[str, list[str]]
+    """The addresses of each network interface."""
+    way_out: str | None
+    """Its own address on the way to the first machine."""
+
+
+def inspect_address(num_machines: int, num_gpus: int) -> Finding:
+    """Check which address of this machine the other machines are given."""
     host = socket.gethostname()
     try:
-        resolved = sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None)})
+        resolved = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError:
         resolved = []
     interfaces = {
         name: [a.address.partition("%")[0] for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
         for name, addresses in psutil.net_if_addrs().items()
     }
-    return interface(host, resolved, interfaces, num_machines, num_gpus, os.environ, _way_out())
+    addresses = HostAddresses(host, resolved, interfaces, _way_out())
+    return check_address(addresses, num_machines, num_gpus, os.environ)
 
 
-def interface(
-    host: str,
-    resolved: list[str],
-    interfaces: dict[str, list[str]],
-    num_machines: int,
-    num_gpus: int,
-    environment: Mapping[str, str],
-    way_out: str | None,
+def check_address(
+    addresses: HostAddresses, num_machines: int, num_gpus: int, environment: Mapping[str, str]
 ) -> Finding:
-    """gloo listens on GLOO_SOCKET_IFNAME, else at what the host's name resolves to, else, silently, on the loopback.
+    """Check the interface on which gloo listens, and NCCL's where the environment names one.
 
-    `interfaces` are this machine's, with their addresses; `way_out` is the address from which it reaches the first
-    machine. NCCL takes any interface but the loopback by itself.
+    gloo listens on GLOO_SOCKET_IFNAME, else at the address to which the host's name resolves, else, silently, on the
+    loopback. NCCL takes any interface but the loopback by itself.
     """
     if num_machines == 1:
         return Finding("green", "address", "one machine: ranks talk within it")
+    host, resolved, interfaces = addresses.host, addresses.resolved, addresses.interfaces
     chosen = environment.get("GLOO_SOCKET_IFNAME")
-    usual = next((name for name, addresses in interfaces.items() if way_out in addresses), "eth0")
+    usual = next((name for name, own in interfaces.items() if addresses.way_out in own), "eth0")
     advice = f"export GLOO_SOCKET_IFNAME={usual} NCCL_SOCKET_IFNAME={usual} on {host}, or mend its /etc/hosts"
     if chosen is not None:
         missing = [name for name in chosen.split(",") if name not in interfaces]
@@ -61,12 +73,12 @@ def interface(
         return Finding("red", "address", text, advice)
     if chosen is not None:
         return Finding("green", "address", f"gloo listens on {chosen}, as GLOO_SOCKET_IFNAME says")
-    own = {address: name for name, addresses in interfaces.items() for address in addresses}
-    found = [address for address in resolved if address in own and not _is_loopback(address)]
-    if found:
-        return Finding("green", "address", f"{host} is {found[0]} on {own[found[0]]}")
-    said = f"resolves to {', '.join(resolved)}" if resolved else "does not resolve"
-    text = f"{host} {said}: gloo would tell {num_machines - 1} other machines an address that is not this one's"
+    interface_of = {address: name for name, own in interfaces.items() for address in own}
+    usable = [address for address in resolved if address in interface_of and not _is_loopback(address)]
+    if usable:
+        return Finding("green", "address", f"{host} is {usable[0]} on {interface_of[usable[0]]}")
+    problem = f"resolves to {', '.join(resolved)}" if resolved else "does not resolve"
+    text = f"{host} {problem}: gloo would tell {num_machines - 1} other machines an address that is not this one's"
     return Finding("red", "address", text, advice)
 
 
@@ -75,35 +87,37 @@ def _is_loopback(address: str) -> bool:
 
 
 def _matching(wanted: str, interfaces: dict[str, list[str]]) -> bool:
-    """As NCCL reads it: beginnings of names, or with = whole names."""
+    """Return whether NCCL finds an interface: it compares beginnings of names, or with = whole names."""
     names = wanted.removeprefix("=").split(",")
     whole = wanted.startswith("=")
     return any(name == found if whole else found.startswith(name) for name in names for found in interfaces)
 
 
 def _way_out() -> str | None:
-    """This machine's address on the way to the first one. Nothing is sent."""
+    """Return this machine's address on the way to the first one. Nothing is sent."""
+    launched = LaunchEnvironment.read()
+    host = launched.store_host if launched.is_rank else "192.0.2.1"  # an address that no machine has
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
-            found.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), int(os.environ.get("MASTER_PORT", "9")) or 9))
-            return found.getsockname()[0]
-    except (OSError, ValueError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, launched.store_port or 9))
+            return str(probe.getsockname()[0])
+    except OSError:
         return None
 
 
-def hub_reachable(environment: Mapping[str, str]) -> Finding:
-    """Whether models and data can be fetched. Never red: they may be here already."""
+def check_hub(environment: Mapping[str, str]) -> Finding:
+    """Check whether models and data can be fetched. Never red: they may be here already."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return Finding("green", "hub", f"{name} is set: nothing is fetched")
     address = environment.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_SECONDS)
-        return Finding("green", "hub", f"{address} answers")
-    except urllib.error.HTTPError:  # it answers, if only to refuse this
-        return Finding("green", "hub", f"{address} answers")
+    except urllib.error.HTTPError:
+        pass  # an answer, if only a refusal
     except (OSError, ValueError) as error:
         return _no_hub(address, str(getattr(error, "reason", error)))
+    return Finding("green", "hub", f"{address} answers")
 
 
 def _no_hub(address: str, why: str) -> Finding:
@@ -112,7 +126,7 @@ def _no_hub(address: str, why: str) -> Finding:
 
 
 def in_background(work: Callable[[], Finding]) -> Callable[[], Finding]:
-    """Begin the work; the call that is returned waits for it, but never long: a resolver can block for a minute."""
+    """Start the work and return a call that waits for it. It never waits long: a resolver can block for a minute."""
     found: list[Finding] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()

@@ -1,8 +1,8 @@
-"""Who is there, who is late, who is gone: ranks that meet in torch's store, with a thread that looks after them.
+"""Which ranks are there, late or gone: ranks meet in torch's store, and a thread in each of them watches the others.
 
-A collective that waits for a rank that will not come says nothing, or ends in a page of torch's own. Here each rank
-says in the store where it is. The thread works while the main one waits inside a collective; it names the rank that is
-missing in one line, and ends this one.
+A collective that waits for a missing rank prints nothing, or a page of torch's. Here each rank writes its stage to the
+store. The thread runs while the main one waits inside a collective; it names the missing rank in one line, and ends
+this rank.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gearbox import processes
 from gearbox.launch import outcome
+from gearbox.launch.environment import LaunchEnvironment
 
+T = TypeVar("T")
+
+THREAD = "rank registry"
 LOOK_SECONDS = 0.25
-STILL_SECONDS = 2.5  # a rank whose thread has not said a word for so long is dead or stopped: ten looks
+STILL_SECONDS = 2.5  # a rank whose thread has written nothing for so long is dead or stopped: ten looks
 WAITS = "waits"
 GRACE_SECONDS = 30.0  # beyond the timeout, until a collective gives up by itself
 
 
 class RankRegistry:
-    """The ranks of this launch. Every rank makes one, and calls `enter` and `gather` alike."""
+    """The ranks of this launch. Every rank makes one, and makes the same calls of `enter_stage` and `gather`."""
 
     def __init__(self, timeout: float, on_loss: Callable[[str, bool], None]) -> None:
-        """`on_loss(line, speaks)` is called in each rank, from any thread, before it ends; one of them speaks."""
-        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Join the store. Each rank calls `on_loss(line, speaks)`, in any thread, before it ends; one prints."""
+        self._launched = LaunchEnvironment.read()
+        self.rank, self.size = self._launched.rank, self._launched.size
+        self.local_rank, self.local_size = self._launched.local_rank, self._launched.local_size
         self.timeout, self.on_loss = timeout, on_loss
         self.hosts: dict[int, str] = {}
         self._number, self._beats, self._stage, self._began = 0, 0, "start", time.monotonic()
@@ -53,19 +59,18 @@ class RankRegistry:
         if self.size > 1:
             self._own = self._join()  # a client answers one call at a time, and the main thread may be in one
             self._listen()
-            threading.Thread(target=self._run, name="roll call", daemon=True).start()
+            threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
-    def _join(self) -> Any:
+    def _join(self) -> Store:
         if self.size == 1:
-            return dist.HashStore()
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher of the first machine
-        is_master = self.rank == 0 and not hosted and not hasattr(self, "store")
+            return HashStore()
+        host, port = self._launched.store_host, self._launched.store_port
+        is_master = self.rank == 0 and not self._launched.agent_has_store and not hasattr(self, "store")
+        timeout = timedelta(seconds=self.timeout)
         try:
-            store = dist.TCPStore(
-                host, port, is_master=is_master, wait_for_workers=False, multi_tenant=True,
-                timeout=timedelta(seconds=self.timeout),
-            )  # fmt: skip
+            store = TCPStore(
+                host, port, is_master=is_master, wait_for_workers=False, multi_tenant=True, timeout=timeout
+            )
         except RuntimeError:  # torch's DistNetworkError is one
             line = (
                 f"rank 0's store at {host}:{port} (MASTER_ADDR, MASTER_PORT) does not answer rank {self.rank} "
@@ -73,25 +78,41 @@ class RankRegistry:
             )
             self.on_loss(line, self.local_rank == 0)
             os._exit(outcome.EXIT_CRASHED)
-        # A restart by the launcher comes to the same store.
-        return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # A restart by the launcher joins the same store.
+        return PrefixStore(f"doctor/{self._launched.restart_count}", store)
 
     def check_in(self) -> None:
-        """Wait for every rank; from here on their hosts are known, and a dead one of this machine is seen at once."""
-        placed = self.gather("check-in", [socket.gethostname(), os.getpid()])
+        """Wait for every rank. Afterwards their hosts are known, and a dead one of this machine is seen at once."""
+        placed: list[tuple[str, int]] = self.gather("check-in", (socket.gethostname(), os.getpid()))
         self.hosts = {rank: host for rank, (host, _) in enumerate(placed)}
         for rank, (host, pid) in enumerate(placed):
             if host == socket.gethostname() and rank != self.rank and psutil.pid_exists(pid):
                 self._siblings[rank] = psutil.Process(pid)
 
+    def join_process_group(self, device: torch.device) -> None:
+        """Join torch's process group of all ranks: NCCL's on GPUs, gloo's on the CPU."""
+        self.enter_stage("the process group")
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=PrefixStore("group", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout + GRACE_SECONDS),
+            device_id=device if is_gpu else None,
+        )
+
     def enter_stage(self, stage: str) -> None:
-        """This rank now does this. All ranks enter alike, so that the one that is behind can be named."""
+        """Note what this rank does now. All ranks enter the same stages, so that the late one can be named."""
         self._number += 1
         self._stage, self._began = stage, time.monotonic()
         self.store.set(f"at/{self.rank}", f"{self._number} {stage}")
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """What each rank has to say (JSON), by rank, on every rank. The names differ from call to call."""
+    def gather(self, name: str, value: T) -> list[T]:
+        """Return the value of each rank, by rank, on every rank. Each call needs another name.
+
+        Values go through JSON: tuples come back as lists.
+        """
         self.enter_stage(name)
         self.store.set(f"{name}/{self.rank}", json.dumps([socket.gethostname(), value]))
         if self.store.add(f"{name}/count", 1) == self.size:
@@ -103,7 +124,7 @@ class RankRegistry:
         return [json.loads(self.store.get(f"{name}/{rank}"))[1] for rank in range(self.size)]
 
     def leave(self) -> None:
-        """Nothing is left to wait for. The rank that may hold the store leaves last."""
+        """Watch no rank any more. The rank that may hold the store leaves last."""
         with self._ending:  # the thread looks no more
             self._waits_for_all = False
         self.store.set(f"left/{self.rank}", "1")
@@ -113,15 +134,14 @@ class RankRegistry:
             time.sleep(0.01)
 
     def fail(self, error: Exception) -> NoReturn:
-        """This rank cannot go on: by its own fault, or because another is gone, which is then named."""
+        """End this rank after an error: its own, or one that follows from another rank's death, which is then named."""
         if self.size > 1:
             time.sleep(2 * LOOK_SECONDS)  # the thread may see a dead neighbour, and end this rank
             with suppress(RuntimeError):
                 if silent := self._silent():
                     self._end(self._gone(silent))
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        said = f"rank {self.rank} ({socket.gethostname()}) failed in {self._stage}: {told[:200]}"
-        self._end(said)
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._end(f"rank {self.rank} ({socket.gethostname()}) failed in {self._stage}: {first_line[:200]}")
 
     def _listen(self) -> None:
         self._wakeup, write = os.pipe()
@@ -129,8 +149,8 @@ class RankRegistry:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # the thread is woken, and decides
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            processes.die_with_parent(signal.SIGTERM)  # each rank has a session of its own
+        if self._launched.is_elastic:
+            processes.die_with_parent(signal.SIGTERM)  # each rank has its own session
 
     def _run(self) -> None:
         while True:
@@ -147,12 +167,12 @@ class RankRegistry:
                 if time.monotonic() - self._began > self.timeout:
                     self._end(self._late())
             except RuntimeError:  # of the store
-                self._end(f"rank 0's store at {os.environ['MASTER_ADDR']} is gone: the launcher there has ended")
+                self._end(f"rank 0's store at {self._launched.store_host} is gone: the launcher there has ended")
 
     def _stop(self, number: int) -> None:
         """The launcher sends SIGTERM when a rank has died; so does a person who has had enough."""
         if number == signal.SIGINT:
-            os._exit(130)
+            os._exit(outcome.EXIT_INTERRUPTED)
         if self._waits_for_all:
             deadline = time.monotonic() + 2 * LOOK_SECONDS
             while time.monotonic() < deadline:
@@ -162,14 +182,8 @@ class RankRegistry:
         os._exit(outcome.EXIT_CRASHED)
 
     def _dead_here(self) -> list[int]:
-        """Ranks of this machine that are gone though not all have come to the end."""
-        dead = []
-        for rank, process in list(self._siblings.items()):
-            try:
-                if not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                    dead.append(rank)
-            except psutil.Error:
-                dead.append(rank)
+        """Return the ranks of this machine that have died before they left."""
+        dead = [rank for rank, process in list(self._siblings.items()) if not processes.is_alive(process)]
         with suppress(RuntimeError):
             return [rank for rank in dead if not self._client().check([f"left/{rank}"])]
         return dead
@@ -179,7 +193,7 @@ class RankRegistry:
         self._own.set(f"beat/{self.rank}", f"{self._beats} {_doing()}")
 
     def _silent(self) -> list[int]:
-        """Ranks whose thread says nothing any more: they are dead, stopped, or their machine is gone."""
+        """Return the ranks whose thread writes nothing any more: dead, stopped, or their machine is gone."""
         before = self._read("beat")
         deadline = time.monotonic() + STILL_SECONDS
         while time.monotonic() < deadline:
@@ -190,7 +204,7 @@ class RankRegistry:
         return [rank for rank in range(self.size) if rank != self.rank and before[rank] == after[rank]]
 
     def _late(self) -> str:
-        """Who keeps the others waiting: who has come least far, or does not answer."""
+        """Describe which ranks keep the others waiting: those that are absent, silent, behind or busy."""
         at = self._read("at")
         absent = [rank for rank, text in enumerate(at) if text is None]
         if absent:
@@ -226,13 +240,13 @@ class RankRegistry:
         return f"{self._ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} died{where}"
 
     def _read(self, key: str) -> list[str | None]:
-        """Of each rank, None where it has never said it."""
+        """Return the value of each rank, None where it has never written one."""
         store = self._client()
         names = [f"{key}/{rank}" for rank in range(self.size)]
         return [store.get(name).decode() if store.check([name]) else None for name in names]
 
     def _ranks(self, ranks: list[int]) -> str:
-        """rank 3 (node2), or ranks 4, 5 (node3); the host of one that never came is that of its neighbours."""
+        """Return `rank 3 (node2)` or `ranks 4, 5 (node3)`. A rank that never came has the host of its neighbours."""
         hosts = dict.fromkeys(self._host(rank) for rank in ranks)
         shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return f"rank{'s' if len(ranks) > 1 else ''} {shown} ({', '.join(hosts)})"
@@ -246,11 +260,11 @@ class RankRegistry:
                 return str(json.loads(self._client().get(f"check-in/{other}"))[0])
         return f"machine {machine}, of which no rank came"
 
-    def _client(self) -> Any:
-        return self._own if threading.current_thread().name == "roll call" else self.store
+    def _client(self) -> Store:
+        return self._own if threading.current_thread().name == THREAD else self.store
 
     def _end(self, line: str) -> NoReturn:
-        """Say it once in the world, write it on each machine, and end this rank."""
+        """Print the line once in the world, write it on each machine, and end this rank."""
         with self._ending:
             if self._waits_for_all:
                 try:
@@ -266,7 +280,7 @@ class RankRegistry:
 
 
 def _doing() -> str:
-    """Where the main thread is: waiting inside a collective (or for the GPU that is), or at this place of the code."""
+    """Return WAITS where the main thread waits inside a collective or for the GPU, else its line of code."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     code = frame.f_code
     path = Path(code.co_filename)

@@ -1,7 +1,7 @@
-"""How a command starts and ends: the user's mistakes in one line with exit code 2, ours with a traceback.
+"""How a command starts and ends: user errors in one line with exit code 2, our own errors with a traceback.
 
-A run's outcome is written to status.json in its folder, and to the file that src/launch.py names, which turns it into
-an exit code: `accelerate launch` itself can only say 1.
+A run's outcome is written to status.json in its folder, and to the file that src/launch.py names. src/launch.py turns
+it into an exit code: `accelerate launch` itself can only return 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import psutil
 from gearbox import ROOT
 from gearbox.config.loader import DEFAULT_RECIPE
 from gearbox.errors import UserError
-from gearbox.launch.outcome import EXIT_CRASHED, EXIT_USER_ERROR, OUTCOME_FILE, read_outcome, write_outcome
+from gearbox.launch.environment import LaunchEnvironment
+from gearbox.launch.outcome import (
+    EXIT_CRASHED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    outcome_file,
+    read_outcome,
+    write_outcome,
+)
 from gearbox.processes import launcher_process
 from gearbox.redact import guard_streams
 
@@ -32,7 +40,7 @@ OUT_OF_MEMORY = (
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
-    """[RECIPE] [key.sub=value ...] to the recipe's path and the overrides."""
+    """Split [RECIPE] [key.sub=value ...] into the recipe's path and the overrides."""
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     if len(paths) > 1 or any(argument.startswith("-") for argument in arguments):
@@ -42,45 +50,47 @@ def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command with flags; a mistake in them is one line."""
+    """The parser of a command with flags. A mistake in them is one line, as any UserError."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
         raise UserError(f"usage: {self.usage}: {message}")
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Call main with the command line and exit. Only rank 0 says what was wrong."""
+    """Call main with the command line and exit. Only rank 0 prints a user error."""
     guard_streams()
     try:
         code = main(sys.argv[1:])
-        if "RANK" in os.environ:
-            # A rank ends without tearing its process group down. Torn down, gloo's destructor can hold Python's lock
-            # while it waits for a thread that waits for that lock: a rare hang, seen with torch 2.13.
+        if LaunchEnvironment.read().is_rank:
+            # A rank ends without destroying its process group. Gloo's destructor can hold Python's lock while it
+            # waits for a thread that waits for that lock: a rare hang, seen with torch 2.13.
             _exit(code or 0)
         sys.exit(code)
     except UserError as error:
         _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
             _refuse(f"gearbox: {OUT_OF_MEMORY}")
-        if "RANK" in os.environ:
-            print(f"gearbox: rank {os.environ['RANK']} failed:", file=sys.stderr, flush=True)
+        if (launched := LaunchEnvironment.read()).is_rank:
+            print(f"gearbox: rank {launched.rank} failed:", file=sys.stderr, flush=True)
         traceback.print_exc()
         _exit(EXIT_CRASHED)
 
 
 def _refuse(text: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK" if OUTCOME_FILE in os.environ else "RANK", "0")) > 0:
-        # Rank 0 has the same to say, and then the launcher ends this rank. If it does not, the mistake is ours alone.
-        # Where src/launch.py listens, one on each machine, the first rank of each speaks to it.
+    launched, outcome_path = LaunchEnvironment.read(), outcome_file()
+    if (launched.rank if outcome_path is None else launched.local_rank) > 0:
+        # Rank 0 prints the same, and then the launcher ends this rank. If it does not, only this rank has the problem.
+        # Where src/launch.py waits for an outcome, one on each machine, the first rank of each machine writes it.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     launcher = launcher_process()
-    if OUTCOME_FILE in os.environ:
-        if read_outcome(Path(os.environ[OUTCOME_FILE])).get("outcome") != "failed":  # a run that had begun said it
+    if outcome_path is not None:
+        if read_outcome(outcome_path).get("outcome") != "failed":  # else a run that had begun has written this already
             write_outcome("refused", text)
-    elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1, and nothing speaks after it
+    elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1: nothing can print after it
         print_after(launcher, text)
     else:
         print(text, file=sys.stderr)
@@ -94,7 +104,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def print_after(launcher: psutil.Process, text: str) -> None:
-    """`accelerate launch` ends with a traceback of its own when a rank fails; say ours after it."""
+    """Print once the launcher has ended: `accelerate launch` prints a traceback when a rank fails."""
     if os.fork() == 0:
         os.setsid()
         psutil.wait_procs([launcher], timeout=60)

@@ -1,4 +1,4 @@
-"""What torch's launcher tells a process by its environment. No other module reads these names."""
+"""The environment variables that torch's launcher sets for a rank. No other module reads these names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among the ranks of its launcher; the defaults are those of a process without one."""
+    """This process among the ranks of its launcher. A process without a launcher has the defaults."""
 
     rank: int = 0
     size: int = 1
@@ -31,8 +31,9 @@ class LaunchEnvironment:
     is_elastic: bool = False
     """Whether that launcher is torch's agent, which accelerate's and torchrun's are."""
     store_host: str = "127.0.0.1"
-    """Of the store where the ranks meet."""
+    """The host of the store where the ranks meet."""
     store_port: int = 0
+    """0 where none is given, or no number: Kubernetes gives a service named `master` this name too."""
     agent_has_store: bool = False
     """Whether the first machine's launcher already keeps that store."""
 
@@ -43,6 +44,7 @@ class LaunchEnvironment:
         def number(name: str, default: int) -> int:
             return int(os.environ.get(name, default))
 
+        port = os.environ.get("MASTER_PORT", "")
         return cls(
             rank=number("RANK", 0),
             size=number("WORLD_SIZE", 1),
@@ -53,7 +55,7 @@ class LaunchEnvironment:
             is_rank="RANK" in os.environ,
             is_elastic="TORCHELASTIC_RUN_ID" in os.environ,
             store_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            store_port=number("MASTER_PORT", 0),
+            store_port=int(port) if port.isdecimal() else 0,
             agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 

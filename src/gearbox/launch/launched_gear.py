@@ -10,6 +10,7 @@ from gearbox.config.gear import NESTED, Gear, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.launch.cli import split_arguments
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.processes import launcher_command
 
 LAUNCHER_FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NESTED.values())
@@ -24,9 +25,10 @@ def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
 
 
 def find_gear() -> Gear:
-    """The gear of this process: the config file on the launcher's command line, accelerate's default file, or our own.
+    """Return this process's gear: the config file on the launcher's command line, or accelerate's default file.
 
-    Without accelerate's launcher it is single, or ddp under torchrun, whose ranks may be one today and two tomorrow.
+    Without accelerate's launcher the gear is single. Under torchrun it is ddp, even with one rank: an elastic job may
+    have more ranks tomorrow.
     """
     command = launcher_command()
     flags = _launcher_flags(command) if command else {}
@@ -36,13 +38,13 @@ def find_gear() -> Gear:
     default = home / "accelerate" / "default_config.yaml"
     if command and default.is_file():
         return load_gear(default, flags)
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    name = "ddp" if "TORCHELASTIC_RUN_ID" in os.environ or ranks != "1" else "single"
-    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": ranks})
+    launched = LaunchEnvironment.read()
+    name = "ddp" if launched.is_elastic or launched.size != 1 else "single"
+    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": str(launched.size)})
 
 
 def _launcher_flags(command: list[str]) -> dict[str, str]:
-    """The launcher's flags that change what a gear says."""
+    """Return the launcher's flags that override a gear's values."""
     flags = {}
     for part, after in zip(command, [*command[1:], ""], strict=True):
         if part.endswith(".py") and "launch" not in part:

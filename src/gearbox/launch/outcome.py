@@ -10,38 +10,45 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gearbox import filesystem
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.processes import launcher_process
 from gearbox.redact import redacted
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
-EXIT_SAVED = 85  # go on with the same command
+EXIT_SAVED = 85  # the same command resumes
+EXIT_INTERRUPTED = 130  # by SIGINT, at once
 EXIT_FAILED = 93  # the same command would fail again
 EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "failed": EXIT_FAILED}
-OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"  # set by src/launch.py: where the outcome is left for it
-RUN_FOLDER = "GEARBOX_RUN"  # set by src/launch.py at a restart: the folder to go on in
+OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"
+RUN_FOLDER = "GEARBOX_RUN"
 
 
-def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: Any) -> None:
-    """Write an outcome (running, done, saved, failed, refused) where people and src/launch.py look for it."""
-    status = {"outcome": outcome, "text": text, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
-    places = [folder / "status.json"] if folder is not None and folder.is_dir() else []
-    if OUTCOME_FILE in os.environ:
-        places.append(Path(os.environ[OUTCOME_FILE]))
-    for place in places:
-        try:
-            filesystem.atomic_write(place, json.dumps(redacted(status)) + "\n")
-        except OSError as error:  # a full disk is no reason to stop
-            print(f"gearbox: {place} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+def outcome_file() -> Path | None:
+    """Return where src/launch.py waits for this process's outcome, None without it."""
+    path = os.environ.get(OUTCOME_FILE)
+    return None if path is None else Path(path)
 
 
 def requested_run_folder() -> str | None:
-    """Return the folder that a restart is to resume in, None at the first try."""
+    """Return the run's folder in which src/launch.py wants a restart to resume, None at a first start."""
     return os.environ.get(RUN_FOLDER)
 
 
+def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: object) -> None:
+    """Write an outcome (running, done, saved, failed, refused) where people and src/launch.py look for it."""
+    status = {"outcome": outcome, "text": text, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
+    status_file = folder / "status.json" if folder is not None and folder.is_dir() else None
+    # src/launch.py's first: whoever sees a step in status.json may rely on a restart.
+    for path in filter(None, (outcome_file(), status_file)):
+        try:
+            filesystem.atomic_write(path, json.dumps(redacted(status)) + "\n")
+        except OSError as error:  # a full disk is no reason to stop
+            print(f"gearbox: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
 def read_outcome(path: Path) -> dict[str, Any]:
-    """What `conclude` wrote, or {}."""
+    """Return the JSON object that `write_outcome` wrote, {} where there is none."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -49,16 +56,20 @@ def read_outcome(path: Path) -> dict[str, Any]:
 
 
 def exit_code(outcome: str) -> int:
-    """Of this process. Under a launcher only 0 does not look like a failure: there the outcome file speaks."""
-    return 0 if "RANK" in os.environ or launcher_process() is not None else EXIT_CODES[outcome]
+    """Return this process's exit code for an outcome.
+
+    A launcher takes every code but 0 for a crash, so under one it is 0: the outcome file has the outcome.
+    """
+    return 0 if LaunchEnvironment.read().is_rank or launcher_process() is not None else EXIT_CODES[outcome]
 
 
 def exit_without_saving(why: str) -> NoReturn:
-    """End at once where there is nothing to save, from any thread. The code is a failure's: the other ranks end too.
+    """Exit at once where there is nothing to save, from any thread. The exit code is a failure's: all ranks end.
 
     It writes no outcome: torch's launcher sends SIGTERM as well when another rank has failed.
     """
-    direct = "RANK" not in os.environ and launcher_process() is None
-    if os.environ.get("RANK", "0") == "0":
+    launched = LaunchEnvironment.read()
+    has_launcher = launched.is_rank or launcher_process() is not None
+    if launched.rank == 0:
         print(f"gearbox: {why}: there is nothing to save", file=sys.stderr, flush=True)
-    os._exit(130 if why == "SIGINT" else EXIT_SAVED if direct else EXIT_CRASHED)
+    os._exit(EXIT_INTERRUPTED if why == "SIGINT" else EXIT_CRASHED if has_launcher else EXIT_SAVED)

@@ -1,7 +1,7 @@
-"""A thread that looks after a rank: signals, the launcher's and the other ranks' lives, and time without progress.
+"""A thread that watches over a rank: signals, the launcher, the other ranks, and time without progress.
 
-A signal sets a flag, on which all ranks agree at the next boundary of a step: acting inside a handler would leave ranks
-that disagree waiting for each other. The thread works while the main one waits inside a collective.
+A signal sets a flag, on which all ranks agree at the next boundary of a step. Acting inside a handler would leave ranks
+that disagree waiting for each other. The thread runs while the main one waits inside a collective.
 """
 
 from __future__ import annotations
@@ -19,71 +19,91 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, NoReturn, TypedDict
 
 import psutil
 
 from gearbox import processes
 from gearbox.errors import UserError
-from gearbox.launch import cli, outcome
+from gearbox.launch import outcome
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redact
 
 LOOK_SECONDS = 0.5
 GRACE_SECONDS = 30.0  # beyond the limit, until a collective gives up by itself
 ANSWER_SECONDS = 5.0  # for the other ranks' stacks, once this one's is written
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-HANGING = signal.SIGUSR2  # from a rank that has waited too long: write your stack too, and end
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANG_SIGNAL = signal.SIGUSR2  # from a rank that has waited too long: write your stack too, and end
+
+
+class HangFacts(TypedDict):
+    """The first line of a rank's file of stacks, as JSON."""
+
+    rank: int
+    pid: int
+    host: str
+    beats: int
+    doing: str
+    seconds_ago: float
+    stopped: list[int]
+    """The other ranks of this machine that were stopped (SIGSTOP)."""
 
 
 class Watchdog:
-    """Made by each rank as it starts, in the main thread.
+    """The thread and what it knows. Each rank makes one as it starts, in the main thread.
 
-    Before `guard` and after `rest` there is nothing to save: a signal ends the rank at once.
+    Before `watch_peers` and after `disarm` there is nothing to save: a signal ends the rank at once.
     """
 
     def __init__(self) -> None:
+        """Take over the signals, and start the thread."""
         self.stop_signal: str | None = None
         """The signal (or the launcher's end) that asked this rank to save and end."""
         self.loop_handles_stop = False
-        """Whether a stop is left to the loop, which saves."""
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._beats, self._doing, self._last = 0, "start", time.monotonic()
+        """Whether a stop is left to the training loop, which saves."""
+        self._rank = LaunchEnvironment.read().rank
+        self._beats, self._doing, self._last_beat = 0, "start", time.monotonic()
         self._siblings: dict[int, psutil.Process] = {}
-        self._ranks_here: list[int] = []
+        self._local_ranks: list[int] = []
         self._timeout = float("inf")
-        self._stacks: Any = None
+        self._stacks: IO[str] | None = None
         self._looking = threading.Lock()
         self._parent = os.getppid() if _has_launcher() else None
         if self._parent is not None:
-            # Each rank has a session of its own, so killing the launcher's group would leave it.
+            # Each rank has its own session, so killing the launcher's group would leave it.
             processes.die_with_parent(signal.SIGTERM)
         self._wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (*STOPPING, HANGING):
+        for number in (*STOP_SIGNALS, HANG_SIGNAL):
             signal.signal(number, lambda *_: None)  # the thread is woken, and decides
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to save and end."""
+        return self.stop_signal is not None
+
     def heartbeat(self, doing: str) -> None:
-        """This rank gets on: it now does this. All ranks beat alike, so that the fewest beats tell the late one."""
+        """Note progress, and what this rank does now. All ranks beat equally often, so the fewest beats are late."""
         self._beats += 1
-        self._doing, self._last = doing, time.monotonic()
+        self._doing, self._last_beat = doing, time.monotonic()
 
     def watch_peers(self, pids: dict[int, int]) -> None:
-        """From here on a stop is for the loop to see, and a dead rank of this machine (rank to pid) ends this one."""
-        self._ranks_here = sorted(pids)
+        """Leave a stop to the loop from now on, and end with any other rank of this machine (rank to pid) that dies."""
+        self._local_ranks = sorted(pids)
         self._siblings = {rank: psutil.Process(pid) for rank, pid in pids.items() if rank != self._rank}
         self.loop_handles_stop = True
 
     def arm(self, folder: Path, seconds: float) -> None:
-        """From here on that long without a beat ends the run, with each rank's stack in the folder."""
+        """End the run from now on after that long without a heartbeat, with each rank's stack in the folder."""
         folder.mkdir(exist_ok=True)
         self._stacks = (folder / f"rank-{self._rank}.{os.getpid()}.txt").open("w", encoding="utf-8")
-        self._last, self._timeout = time.monotonic(), seconds
+        self._last_beat, self._timeout = time.monotonic(), seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Rest when this is left. What fails because another rank died is no failure of this one."""
+        """Disarm at the end. An error that follows from another rank's death is not reported as this rank's."""
         try:
             yield
         except UserError:
@@ -97,7 +117,7 @@ class Watchdog:
             self.disarm()
 
     def disarm(self, ignores_signals: bool = False) -> None:
-        """The loop is over: other ranks may end, and nothing is timed. What is not saved yet is worth no stop."""
+        """Watch no peer and no time any more: the loop is over. With `ignores_signals` a stop does nothing either."""
         with self._looking:
             self._siblings, self._timeout, self.loop_handles_stop = {}, float("inf"), ignores_signals
             faulthandler.cancel_dump_traceback_later()
@@ -105,21 +125,21 @@ class Watchdog:
         if stacks is not None:
             stacks.close()
             Path(stacks.name).unlink(missing_ok=True)
-            with suppress(OSError):  # another rank's is still there, or it was the first to remove the folder
+            with suppress(OSError):  # another rank's file is still there, or that rank has removed the folder
                 Path(stacks.name).parent.rmdir()
 
     def lost_ranks(self) -> list[int]:
-        """Ranks of this machine that are gone though nobody rests yet."""
+        """Return the watched ranks of this machine that have died."""
         return [rank for rank, process in self._siblings.items() if not processes.is_alive(process)]
 
     def _run(self) -> None:
         while True:
             ready, _, _ = select.select([self._wakeup], [], [], LOOK_SECONDS)
             for number in os.read(self._wakeup, 64) if ready else b"":
-                if number in STOPPING:
+                if number in STOP_SIGNALS:
                     self._stop(signal.Signals(number).name)
                 with self._looking:
-                    if number == HANGING and self._stacks is not None:
+                    if number == HANG_SIGNAL and self._stacks is not None:
                         self._hang()
             if self._parent is not None and os.getppid() != self._parent:
                 self._parent = None
@@ -128,14 +148,15 @@ class Watchdog:
                 if lost := self.lost_ranks():
                     self._end_without(lost)
                 if self._timeout < float("inf"):
-                    # Should a C function keep Python's lock, no thread of Python's can speak: then C does.
+                    assert self._stacks is not None
+                    # If a C function keeps Python's lock, no thread of Python runs: then C code writes the stacks.
                     faulthandler.dump_traceback_later(self._timeout + ANSWER_SECONDS, exit=True, file=self._stacks)
-                    if time.monotonic() - self._last > self._timeout:
+                    if time.monotonic() - self._last_beat > self._timeout:
                         self._hang()
 
     def _stop(self, name: str) -> None:
         if name == self.stop_signal == "SIGINT":
-            os._exit(130)
+            os._exit(outcome.EXIT_INTERRUPTED)
         if not self.loop_handles_stop:
             outcome.exit_without_saving(name)
         if self.stop_signal is None and self._rank == 0:
@@ -143,62 +164,78 @@ class Watchdog:
         self.stop_signal = name
 
     def _end_without(self, lost: list[int]) -> NoReturn:
-        alive = [rank for rank in self._ranks_here if rank not in lost]
+        """Exit because ranks have died. The first rank that is alive says so."""
+        alive = [rank for rank in self._local_ranks if rank not in lost]
         if self._rank == min(alive):
-            said = f"gearbox: rank {', '.join(map(str, lost))} has died ({self._doing}); the other ranks end"
-            print(said, file=sys.stderr, flush=True)
+            line = f"gearbox: rank {', '.join(map(str, lost))} has died ({self._doing}); the other ranks end"
+            print(line, file=sys.stderr, flush=True)
         os._exit(outcome.EXIT_CRASHED)
 
     def _hang(self) -> NoReturn:
-        """Write this rank's stacks, wait for the others', and let the first that could write name the late one."""
-        mine, folder = self._stacks, Path(self._stacks.name).parent
+        """Write this rank's stacks, wait for the other ranks', print who is late, and exit.
+
+        One rank prints: the first that answered and was not stopped.
+        """
+        assert self._stacks is not None
+        folder = Path(self._stacks.name).parent
         stopped = [
             rank for rank, process in self._siblings.items() if processes.is_alive(process, (psutil.STATUS_STOPPED,))
         ]
-        facts: dict[str, Any] = {
-            "rank": self._rank, "pid": os.getpid(), "host": socket.gethostname(), "beats": self._beats,
-            "doing": self._doing, "seconds_ago": round(time.monotonic() - self._last, 1), "stopped": stopped,
-        }  # fmt: skip
-        mine.write(json.dumps(facts) + "\n" + redact(_stacks()))
-        mine.flush()
+        facts: HangFacts = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "beats": self._beats,
+            "doing": self._doing,
+            "seconds_ago": round(time.monotonic() - self._last_beat, 1),
+            "stopped": stopped,
+        }
+        self._stacks.write(json.dumps(facts) + "\n" + redact(_format_stacks()))
+        self._stacks.flush()
         for process in self._siblings.values():
             with suppress(psutil.NoSuchProcess):
-                process.send_signal(HANGING)
+                process.send_signal(HANG_SIGNAL)
                 process.send_signal(signal.SIGCONT)  # one that is stopped could not write
-        deadline = time.monotonic() + ANSWER_SECONDS
-        found = {self._rank: facts}
-        while len(found) < len(self._ranks_here) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS / 5)
-            for rank, process in self._siblings.items():
-                path = folder / f"rank-{rank}.{process.pid}.txt"
-                if rank not in found and path.is_file() and path.stat().st_size:
-                    found[rank] = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
-        if self._rank == min(rank for rank in found if not any(rank in facts["stopped"] for facts in found.values())):
-            said = f"gearbox: no step for {self._timeout:g} s: {_who_is_late(self._ranks_here, found)}"
-            print(f"{said}; every stack lies in {folder}", file=sys.stderr, flush=True)
+        answers = self._await_answers(folder, facts)
+        all_stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
+        if self._rank == min(rank for rank in answers if rank not in all_stopped):
+            line = f"gearbox: no step for {self._timeout:g} s: {_who_is_late(self._local_ranks, answers)}"
+            print(f"{line}; every stack lies in {folder}", file=sys.stderr, flush=True)
         time.sleep(LOOK_SECONDS)  # a rank that was woken writes before the launcher ends it
         os._exit(outcome.EXIT_CRASHED)
 
+    def _await_answers(self, folder: Path, own: HangFacts) -> dict[int, HangFacts]:
+        """Return what each rank of this machine has written, by rank; those that do not write in time are missing."""
+        answers = {self._rank: own}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < len(self._local_ranks) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS / 5)
+            for rank, process in self._siblings.items():
+                path = folder / f"rank-{rank}.{process.pid}.txt"
+                if rank not in answers and path.is_file() and path.stat().st_size:
+                    answers[rank] = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+        return answers
 
-def _who_is_late(ranks: list[int], found: dict[int, dict[str, Any]]) -> str:
-    stopped = sorted({rank for facts in found.values() for rank in facts["stopped"]})
-    silent = [rank for rank in ranks if rank not in found]
+
+def _who_is_late(ranks: list[int], answers: dict[int, HangFacts]) -> str:
+    stopped = sorted({rank for facts in answers.values() for rank in facts["stopped"]})
+    silent = [rank for rank in ranks if rank not in answers]
     if stopped or silent:
         rank = [*stopped, *silent][0]
         return f"rank {rank} {'is stopped' if stopped else 'does not answer'}"
-    fewest = min(facts["beats"] for facts in found.values())
-    late = [rank for rank, facts in found.items() if facts["beats"] == fewest]
-    if len(late) == len(found):
-        return f"all ranks wait in {found[late[0]]['doing']}; did they call different collectives?"
-    others = next(facts for rank, facts in found.items() if rank not in late)
+    fewest = min(facts["beats"] for facts in answers.values())
+    late = [rank for rank, facts in answers.items() if facts["beats"] == fewest]
+    if len(late) == len(answers):
+        return f"all ranks wait in {answers[late[0]]['doing']}; did they call different collectives?"
+    others = next(facts for rank, facts in answers.items() if rank not in late)
     return (
-        f"rank {', '.join(map(str, late))} is late: in {found[late[0]]['doing']}, while the others are in "
+        f"rank {', '.join(map(str, late))} is late: in {answers[late[0]]['doing']}, while the others are in "
         f"{others['doing']}"
     )
 
 
-def _stacks() -> str:
-    """Of all threads but this one, the main one first. Places in the code, no values."""
+def _format_stacks() -> str:
+    """Return the stacks of all threads but this one, the main thread first. They name lines of code, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     main = threading.main_thread().ident
@@ -209,7 +246,8 @@ def _stacks() -> str:
 
 
 def _has_launcher() -> bool:
-    """Whether the parent is accelerate's launcher or torchrun, and not a shell, whose end is no reason to stop."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or (
-        (launcher := cli.launcher_process()) is not None and launcher.pid == os.getppid()
-    )
+    """Return whether the parent is accelerate's launcher or torchrun. The end of a shell is no reason to stop."""
+    if LaunchEnvironment.read().is_elastic:
+        return True
+    launcher = processes.launcher_process()
+    return launcher is not None and launcher.pid == os.getppid()

@@ -1,4 +1,4 @@
-"""A run on one page, report.html: what ran, what was trained, how it went. One file, no script, no network."""
+"""report.html: a run on one page, with what ran, what was trained and its curves. One file, no script, no network."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import math
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gearbox.redact import redact
+
+if TYPE_CHECKING:
+    from gearbox.reporting.preview import Runs
 
 WIDTH, HEIGHT = 420, 150  # of a curve, in pixels
 MAX_POINTS = 1000  # of a curve; of more, every n-th is drawn
@@ -36,7 +40,7 @@ figcaption, text, pre { font-size: 12px; }
 text { fill: currentColor; } svg { border: 1px solid var(--soft); }
 """
 
-Runs = list[tuple[str, bool]]  # of a document's text, with whether they are supervised
+Lines = dict[str, list[tuple[float, float]]]  # by name: points of step and value
 
 
 def write(
@@ -45,28 +49,29 @@ def write(
     documents: list[tuple[str, Runs]],
     samples: list[dict[str, str]],
 ) -> None:
-    """Write folder/report.html out of what is given and of folder/metrics.jsonl."""
+    """Write folder/report.html from these and folder/metrics.jsonl."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    parts = [
+    sections = [
         table(facts.items()),
         "<h2>Curves</h2>",
         f'<div class="curves">{"".join(_figures(records))}</div>',
         "<h2>Answers before and after</h2>" if samples else "",
         *(table(sample.items()) + "<hr>" for sample in samples),
         "<h2>What is trained</h2><p>Supervised tokens are coloured.</p>",
-        *(f"<p>{escape(place)}</p><pre>{_coloured(runs)}</pre>" for place, runs in documents),
+        *(f"<p>{escape(location)}</p><pre>{_coloured(runs)}</pre>" for location, runs in documents),
     ]
-    write_page(folder / "report.html", folder.name, parts)
+    write_page(folder / "report.html", folder.name, sections)
 
 
-def write_page(path: Path, title: str, parts: list[str]) -> None:
-    """A page of its own, of parts that are HTML."""
+def write_page(path: Path, title: str, sections: list[str]) -> None:
+    """Write a page of sections that are HTML."""
     head = f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>"
-    page = "\n".join(['<!doctype html><html lang="en"><meta charset="utf-8">' + head, *parts]) + "</html>\n"
+    page = "\n".join(['<!doctype html><html lang="en"><meta charset="utf-8">' + head, *sections]) + "</html>\n"
     path.write_text(redact(page), encoding="utf-8")
 
 
 def table(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
+    """Return an HTML table of texts."""
     lines = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
     lines.insert(0, "".join(f"<th>{escape(text)}</th>" for text in head))
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table>"
@@ -84,13 +89,10 @@ def _figures(records: list[dict[str, float]]) -> Iterator[str]:
             yield figure(title, lines)
 
 
-Lines = dict[str, list[tuple[float, float]]]  # of a name's points: step and value
-
-
 def figure(title: str, lines: Lines, limit: float | None = None, striped: bool = False) -> str:
-    """Each line over the steps, with its last value; a name without points keeps its colour.
+    """Return a figure of lines over the steps, each with its last value; a name without points keeps its colour.
 
-    With a limit, which is dashed, the scale is in powers of ten. Striped lines can be told apart where they coincide.
+    With a limit, which is dashed, the scale is in powers of ten. Striped lines are distinct where they coincide.
     """
     last = (
         f' <span style="color: {colour}">{escape(name)} {points[-1][1]:{".4g" if limit is None else ".0e"}}</span>'
@@ -101,7 +103,7 @@ def figure(title: str, lines: Lines, limit: float | None = None, striped: bool =
 
 
 def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
-    """With the ends of both axes written beside them."""
+    """Return the drawing of the lines, with the ends of both axes written next to them."""
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points if abs(value) < float("inf")] or [0.0]
     if limit is not None:
@@ -110,31 +112,37 @@ def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
     left, bottom = 64, HEIGHT - 18
 
     def height(value: float) -> float:
-        """From 0 to 1."""
+        """Return the height of a value, from 0 to 1."""
         if high == low:
             return 0.5
         if limit is not None:
             return math.log(max(value, LOWEST) / low) / math.log(high / low)
         return (value - low) / (high - low)
 
-    def place(step: float, value: float) -> str:
+    def coordinate(step: float, value: float) -> str:
         x = left + (WIDTH - left - 8) * step / last
         return f"{x:.1f},{bottom - (bottom - 8) * height(value):.1f}"
 
     drawn = []
     if limit is not None:
-        ends = f'points="{place(0, limit)} {place(last, limit)}"'
+        ends = f'points="{coordinate(0, limit)} {coordinate(last, limit)}"'
         drawn.append(f'<polyline {ends} fill="none" stroke="currentColor" stroke-dasharray="3 4"/>')
     for number, (colour, points) in enumerate(zip(COLOURS, lines.values(), strict=False)):
-        shown = " ".join(place(step, value) for step, value in points if abs(value) < float("inf"))
-        dashes = f'stroke-dasharray="6 {6 * len(lines) - 6}" stroke-dashoffset="{-6 * number}"' if striped else ""
-        look = f'fill="none" stroke="{colour}" stroke-width="{2.5 if striped else 1.5}" {dashes}'
-        drawn.append(f'<polyline points="{shown}" {look}/>')
+        coordinates = [coordinate(step, value) for step, value in points if abs(value) < float("inf")]
+        stripes = (6 * len(lines) - 6, -6 * number) if striped else None
+        drawn.append(_polyline(coordinates, colour, stripes))
         if len(points) < 30 and not striped:  # a line of one point would not be seen
-            dots = (point.split(",") for point in shown.split())
+            dots = (dot.split(",") for dot in coordinates)
             drawn += [f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"/>' for x, y in dots]
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" role="img"><text x="4" y="16">{high:.4g}</text>'
         f'<text x="4" y="{bottom}">{low:.4g}</text><text x="{left}" y="{HEIGHT - 4}">step 0</text>'
         f'<text x="{WIDTH - 8}" y="{HEIGHT - 4}" text-anchor="end">{last:g}</text>{"".join(drawn)}</svg>'
     )
+
+
+def _polyline(coordinates: list[str], colour: str, stripes: tuple[int, int] | None) -> str:
+    """Return a line in a colour; `stripes` are the gap between its dashes and their offset."""
+    dashes = f'stroke-dasharray="6 {stripes[0]}" stroke-dashoffset="{stripes[1]}"' if stripes else ""
+    look = f'fill="none" stroke="{colour}" stroke-width="{2.5 if stripes else 1.5}" {dashes}'
+    return f'<polyline points="{" ".join(coordinates)}" {look}/>'

@@ -121,9 +121,8 @@ def data_facts(
     else:
         apart = ""
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
-    shown["documents"] = (
-        f"{prepared.num_read:,} read = {rows.num_documents:,} trained + {evaluated} + {summarize_dropped(prepared.dropped)}{apart}"
-    )
+    trained, dropped = f"{rows.num_documents:,} trained", summarize_dropped(prepared.dropped)
+    shown["documents"] = f"{prepared.num_read:,} read = {trained} + {evaluated} + {dropped}{apart}"
     shown["tokens"] = (
         f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised; lengths {percentiles} max: {lengths.max():,}; "
         f"{prepared.num_truncated:,} truncated, {prepared.num_split:,} split, {prepared.num_duplicates:,} duplicates"

@@ -61,8 +61,8 @@ def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor
     inputs, documents = engine.to_device(micro_batch), micro_batch["document_ids"].to(engine.device)
     losses, hits = engine.model(**inputs)
     is_target = inputs["labels"] != IGNORE_INDEX
-    num_documents = len(documents[documents >= 0].unique())
-    num_wrong = len(documents[is_target & ~hits].unique())
+    num_documents = len(torch.unique(documents[documents >= 0]))
+    num_wrong = len(torch.unique(documents[is_target & ~hits]))
     counts = [losses.sum(), is_target.sum(), num_documents - num_wrong, num_documents]
     return torch.tensor(counts, device=engine.device)
 

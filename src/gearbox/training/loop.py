@@ -31,9 +31,7 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
         if stop or state.step == rows.num_steps:
             return stop and (state.step < rows.num_steps or outputs.checkpointer.saved_step == state.step)
 
-        def heartbeat(phase: str, step: int = state.step + 1) -> None:
-            watchdog.heartbeat(f"step {step}, {phase}")
-
+        heartbeat = heartbeats_of(state.step + 1, watchdog)
         heartbeat("rows")
         row_ids = rows.sampler.step(state.step)
         batch = batches.make_step_batch(rows.training, row_ids, engine.data_shard, engine.job.batch.micro_rows)
@@ -48,6 +46,11 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
             outputs.run.mark_started()
             engine.world.set_collective_timeout(recipe.run.hang_timeout + GRACE_SECONDS)
             watchdog.arm(outputs.run.hang_folder, recipe.run.hang_timeout)
+
+
+def heartbeats_of(step: int, watchdog: Watchdog) -> Callable[[str], None]:
+    """Return a function that tells the watchdog in which phase of the step this rank is."""
+    return lambda phase: watchdog.heartbeat(f"step {step}, {phase}")
 
 
 def train_step(

@@ -25,6 +25,7 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
 from gearbox.config.loader import with_new_keys
 from gearbox.config.recipe import RESUME, Recipe
+from gearbox.data.batches import PackedRows
 from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
@@ -38,6 +39,7 @@ LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
 APPEARS_SECONDS = 10  # NFS may remember that a folder was not there
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
+BY_TOKENS = "tokens:"  # how a rows_key begins; those of earlier versions do not
 
 
 @dataclass
@@ -92,6 +94,11 @@ class Run:
                 "now; put them back, or start anew with run.resume=never"
             )
 
+    @property
+    def compares_only_lengths(self) -> bool:
+        """Whether the checkpoint is of a version that did not identify its rows by their tokens."""
+        return self.manifest is not None and not self.manifest.rows.startswith(BY_TOKENS)
+
     def mark_started(self) -> None:
         """Note that the run has taken a step: from here on its folder stays, and an error is a failure of it."""
         self.has_begun = True
@@ -119,14 +126,18 @@ class Run:
             )
 
 
-def _are_same_rows(saved: str, rows: str) -> bool:
-    """Compare what a manifest holds of the rows with those of this run.
+def rows_key(corpus_digest: str, rows: PackedRows) -> str:
+    """Return what identifies the tokens of a run, which row each is in, and which source each row is of."""
+    groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
+    return f"{BY_TOKENS}{corpus_digest}{groups} {rows.key}"
 
-    Before `tokens:` the data was known by a hash that changed with Gearbox's own source: its rows are compared alone.
+
+def _are_same_rows(saved: str, rows: str) -> bool:
+    """Compare two keys; of one from an earlier version only length and order of the rows.
+
+    Its first part is a hash of the data and of the source code that read it, which no later version can repeat.
     """
-    if saved.startswith("tokens:"):
-        return saved == rows
-    return saved.rpartition(" ")[2] == rows.rpartition(" ")[2]
+    return saved == rows if saved.startswith(BY_TOKENS) else saved.rpartition(" ")[2] == rows.rpartition(" ")[2]
 
 
 @contextmanager

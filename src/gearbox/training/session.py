@@ -58,9 +58,12 @@ class TrainingData:
     rows: TrainingRows
 
     @property
-    def digest(self) -> str:
-        """The same for the same tokens, whatever file they came from."""
-        return " ".join(one.digest for one in (self.corpus, self.evaluated) if one is not None)
+    def key(self) -> str:
+        """The same for the same tokens in the same rows, whatever files they came from."""
+        digests = [one.digest for one in (self.corpus, self.evaluated) if one is not None]
+        return " ".join(
+            [*digests, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
+        )
 
 
 def prepare_data(job: Job) -> tuple[Job, TrainingData]:
@@ -85,7 +88,7 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     world = process_group.join_process_group(gear)
     devices = world.rank_devices()
     topology.check_single_world(devices)
-    process_group.check_same_data(world, data.digest)
+    process_group.check_same_data(world, data.key)
     world.screen.print(f"[bold]Gearbox[/]  recipe {job.recipe_path}  gear {gear.name}")
     if outcome.requested_run_folder() is None:  # else the first try has printed them
         for hint in job.hints:
@@ -157,7 +160,7 @@ def verify(engine: Engine, data: TrainingData) -> Verified:
 def make_plan(engine: Engine, data: TrainingData, verified: Verified, run: Run) -> Plan:
     """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
     job, world, rows = engine.job, engine.world, verified.rows
-    rows_key = f"tokens:{data.corpus.digest} {rows.training.key}"
+    rows_key = run_folder.rows_key(data.corpus.digest, rows.training)
     base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
     run.check_same(rows_key, base)
     if run.state.step > rows.num_steps:
@@ -185,6 +188,8 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
     if run.checkpoint is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
         world.screen.print(f"[bold]goes on[/] from {run.checkpoint}, {step}")
+    if run.compares_only_lengths:
+        world.screen.print("hint: an earlier version wrote this checkpoint: of its rows, only lengths are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:

@@ -1,0 +1,158 @@
+"""When a checkpoint is written while training goes on, and what becomes of one that cannot be."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from gearbox.checkpoint import checkpointer, folders
+from gearbox.checkpoint.staging import Staging
+from gearbox.checkpoint.train_state import TrainState
+from support import ledger
+from support.faults import STEPS, at_step, count_steps, patch_step
+
+
+def test_a_full_disk_during_a_save(train, monkeypatch, limit_of_file_size):
+    """One rank's shard does not fit: all give up together, train on, and try again."""
+    usual, counted = Staging.write, [0]
+
+    def write(self, path):
+        counted[0] += 1
+        if counted[0] == 2 and "00001" in path.name:
+            limit_of_file_size(200_000)
+            try:
+                return usual(self, path)
+            finally:
+                limit_of_file_size(resource.RLIM_INFINITY)
+        return usual(self, path)
+
+    monkeypatch.setattr(Staging, "write", write)
+    outcome = train("ddp", *STEPS, "save.every=3", "train.steps=10", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert "checkpoint of step 6 not written" in outcome.output
+    (line,) = outcome.lines("save_error")
+    assert "File too large" in line["save_error"] and "are needed" in line["save_error"]
+    assert str(outcome.folder) in line["save_error"] and line["last_saved"] == 3
+    assert [line["saved"] for line in outcome.lines("saved")] == [3, 9, 10]
+    assert ledger.leftovers(outcome.folder) == []
+
+
+def test_a_full_disk_at_the_last_step_is_tried_again(train, monkeypatch):
+    usual, counted = Staging.write, [0]
+
+    def write(self, path):
+        counted[0] += 1
+        if counted[0] in (1, 2):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return usual(self, path)
+
+    monkeypatch.setattr(Staging, "write", write)
+    monkeypatch.setattr(checkpointer, "LAST_TRY_SECONDS", 1)
+    outcome = train("ddp", *STEPS, "save.every=100", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert [line["saved"] for line in outcome.lines("saved")] == [8]
+    assert outcome.output.count("checkpoint of step 8 not written") == 2
+
+
+def test_a_save_that_is_slower_than_the_hang_timeout_is_none(train, monkeypatch):
+    usual = Staging.write
+
+    def slow(self, path):
+        time.sleep(6)
+        return usual(self, path)
+
+    monkeypatch.setattr(Staging, "write", slow)
+    outcome = train("ddp", *STEPS, "save.every=100", "run.hang_timeout=3", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+
+
+def test_training_goes_on_while_a_save_is_written_and_two_never_overlap(train, tmp_path, monkeypatch):
+    usual = Staging.write
+    marks = tmp_path / "marks"
+
+    def slow(self, path):
+        with marks.open("a") as file:
+            file.write(f"begin {TrainState.now - 1}\n")
+            file.flush()
+            begun = TrainState.now
+            while TrainState.now < begun + 2 and begun < 7:  # until training has gone on by two steps
+                time.sleep(0.01)
+            facts = usual(self, path)
+            file.write("end\n")
+        return facts
+
+    count_steps(monkeypatch)
+    monkeypatch.setattr(Staging, "write", slow)
+    outcome = train("single", *STEPS, "save.every=3")
+    assert outcome.codes == [0], outcome.output
+    assert [line["saved"] for line in outcome.lines("saved")] == [3, 6, 8]
+    assert marks.read_text().split() == ["begin", "3", "end", "begin", "6", "end", "begin", "8", "end"]
+
+
+def test_pruning_that_fails_leaves_the_save_a_success(train, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOTEMPTY, "not empty")
+
+    monkeypatch.setattr(folders, "prune", fail)
+    outcome = train("single", *STEPS)
+    assert outcome.codes == [0] and [line["saved"] for line in outcome.lines("saved")] == [2, 4, 6, 8]
+
+
+def test_a_shard_that_is_on_another_machine_is_noticed(train, monkeypatch):
+    usual = Staging.write
+
+    def elsewhere(self, path):
+        facts = usual(self, path)
+        if "00001" in path.name:
+            path.unlink()
+        return facts
+
+    monkeypatch.setattr(Staging, "write", elsewhere)
+    monkeypatch.setattr(checkpointer, "LAST_TRIES", 0)
+    outcome = train("ddp", *STEPS, ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert outcome.lines("saved") == []
+    assert "do all machines share run.dir?" in outcome.output
+
+
+def test_a_folder_that_is_removed_during_the_run(train, tmp_path, monkeypatch):
+    """It is made anew, with what comes after."""
+
+    patch_step(monkeypatch, at_step(5, lambda _: shutil.rmtree(tmp_path / "runs" / "x")))
+    outcome = train("single", *STEPS)
+    assert outcome.codes == [0], outcome.output
+    assert [line["step"] for line in outcome.lines("loss")] == [5, 6, 7, 8]
+    assert ledger.whole_checkpoint(outcome.folder / "checkpoints") == 8
+    assert (outcome.folder / "model").is_dir()
+
+
+@pytest.mark.root
+def test_a_local_disk_that_is_full_or_not_there(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointer, "LAST_TRIES", 0)
+    refused = train("ddp", *STEPS, "save.stage=/proc/nowhere", ranks=2)
+    assert refused.codes == [2, 2] and "save.stage: /proc/nowhere cannot be written: No such file" in refused.output
+    if os.geteuid():
+        pytest.skip("needs root to mount a disk of its own")
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    left, usual = tmp_path / "left", checkpointer.Checkpointer._abort
+
+    def give_up(self, problems):
+        usual(self, problems)
+        left.write_text(str(shutil.disk_usage(stage).used))
+
+    monkeypatch.setattr(checkpointer.Checkpointer, "_abort", give_up)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(stage)], check=True)
+    try:
+        outcome = train("single", *STEPS, "train.steps=3", f"save.stage={stage}")
+        assert outcome.codes == [0], outcome.output
+        assert (
+            f"checkpoint of step 2 not written: rank 0: {stage}: No space left on device: 1.1 MiB are" in outcome.output
+        )
+        assert left.read_text() == "0", "what could not be written is given back"
+    finally:
+        subprocess.run(["umount", "-l", str(stage)], check=True)

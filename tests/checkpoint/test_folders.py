@@ -1,0 +1,156 @@
+"""A checkpoint is whole or not there, whatever dies or fails, on a disk and where a folder cannot be renamed."""
+
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gearbox import filesystem
+from gearbox.checkpoint import folders, manifest
+from gearbox.checkpoint.shards import TensorShard
+from gearbox.checkpoint.staging import Staging
+from support import ledger
+from support.checkpoints import FACTS, check, flip, make, tensors
+
+
+def make_in_place(parent: Path, step: int, run_id: str = "abc") -> Path:
+    """As a run does it without a rename: two shards, then the manifest."""
+    folder, given, staging, files = parent / f"step-{step}", tensors(), Staging(), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, part in enumerate((given["w"][:1200], given["w"][1200:])):
+        name = manifest.shard_name(rank, run_id)
+        staging.stage([TensorShard("parameter", "w", rank * 1200, part)])
+        files[name] = staging.write(folder / name)
+    folders.commit(folder, folder, FACTS | {"step": step, "files": files})
+    return folder
+
+
+def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
+    """Each process goes on where the one before was killed, one change later, until one comes through two saves."""
+    newest, deaths = 0, 0
+    with mounted(kills_in_turn=True) as runs:
+        while True:
+            child = os.fork()
+            if child == 0:
+                folders.delete_unfinished(runs)
+                whole = ledger.whole_checkpoint(runs) or 0
+                for step in (whole + 1, whole + 2):
+                    make_in_place(runs, step, run_id=str(os.getpid()))
+                    folders.prune(runs, keep=2, renames=False)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            found = folders.list_checkpoints(runs)
+            for _, folder in found:
+                check(folder)
+            assert not newest or found[0][0] >= newest
+            newest = found[0][0] if found else 0
+            if os.waitstatus_to_exitcode(status) == 0:
+                break
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+            deaths += 1
+        assert deaths > 20 and newest > 10, (deaths, newest)
+        assert [step for step, _ in folders.list_checkpoints(runs)] == [newest, newest - 1]
+        assert sorted(path.name for path in (tmp_path / "held").iterdir()) == [f"step-{newest - 1}", f"step-{newest}"]
+
+
+def test_what_was_never_finished_is_no_checkpoint_and_what_is_damaged_is_one(tmp_path):
+    whole = make_in_place(tmp_path, 1)
+    content = (whole / "manifest.json").read_bytes()
+    for length in range(0, len(content), 7):
+        (whole / "manifest.json").write_bytes(content[:length])
+        assert folders.list_checkpoints(tmp_path) == []
+    (whole / "manifest.json").write_bytes(content.replace(b"20.0", b"21.0"))
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [1]
+    (whole / "manifest.json").unlink()
+    renamed = make(tmp_path, 2)
+    (renamed / "manifest.json").unlink()
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [2], "what a rename has committed was whole"
+    assert folders.delete_unfinished(tmp_path) == [whole]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_damaged_one_of_the_same_step_gives_way_to_one_of_another_run(tmp_path):
+    hurt = make_in_place(tmp_path, 1, "old")
+    (hurt / manifest.shard_name(1, "old")).write_bytes(b"")
+    check(make_in_place(tmp_path, 1, "new"))
+    assert sorted(path.name for path in hurt.iterdir()) == [
+        "manifest.json",
+        *(manifest.shard_name(i, "new") for i in (0, 1)),
+    ]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_pruning_where_an_overlay_refuses_to_rename_what_lies_below(tmp_path):
+    lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for folder in (lower, upper, work, merged):
+        folder.mkdir()
+    make(lower, 1), make(lower, 2)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
+    mount = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
+    if said := subprocess.run(mount, capture_output=True, text=True, check=False).stderr:
+        pytest.skip(said)
+    try:
+        with pytest.raises(OSError, match="cross-device"):
+            (merged / "step-1").rename(merged / "x")
+        assert filesystem.rename_problem(merged) == "", "new ones can be"
+        make(merged, 3)
+        folders.prune(merged, keep=2)
+        assert sorted(path.name for path in merged.iterdir()) == ["step-2", "step-3"]
+    finally:
+        subprocess.run(["umount", "-l", str(merged)], check=True)
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, None)):
+        make(tmp_path, step, loss)
+    flip(make(tmp_path, 7) / "shard-00000.safetensors", random.Random(0))
+    (tmp_path / "step-0").mkdir()  # half of one
+    (tmp_path / "notes.txt").write_text("mine")
+    folders.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-2", "step-6", "step-7"]
+
+
+def test_a_damaged_one_of_the_same_step_gives_way(tmp_path):
+    flip(make(tmp_path) / "manifest.json", random.Random(0))
+    check(make(tmp_path))
+
+
+def test_sweeping_takes_temporaries_alone(tmp_path):
+    make(tmp_path)
+    (tmp_path / "step-40.tmp-dead").mkdir()
+    (tmp_path / "step-20.tmp-removed").mkdir()
+    (tmp_path / "written.tmp-123").touch()
+    folders.delete_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-20"]
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+def test_killed_at_any_call_a_whole_one_is_left(tmp_path, call):
+    """At each fsync and rename of a save and of the pruning after it, in a process that dies there."""
+    make(tmp_path, 1), make(tmp_path, 2)
+    child = os.fork()
+    if child == 0:
+        left = [call]
+        for name in ("fsync", "rename"):
+            usual = getattr(os, name)
+
+            def or_die(*arguments, usual=usual):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), 9)
+                return usual(*arguments)
+
+            setattr(os, name, or_die)
+        make(tmp_path, 3)
+        folders.prune(tmp_path, keep=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -9, "there are fewer calls than this"
+    names = sorted(path.name for path in tmp_path.iterdir() if ".tmp-" not in path.name)
+    assert names in (["step-1", "step-2"], ["step-1", "step-2", "step-3"])
+    for name in names:
+        check(tmp_path / name)

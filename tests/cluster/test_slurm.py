@@ -1,0 +1,182 @@
+"""Jobs on a real Slurm of two nodes, as docs/slurm.md tells to submit them. (test_slurm_jobs.py interrupts some.)"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from gearbox import ROOT
+from support import slurm as slurms
+from support.slurm import DDP, TRAIN, outcome
+
+pytestmark = pytest.mark.slurm
+SCRIPTS = sorted((ROOT / "cluster" / "slurm").iterdir())
+
+
+def test_two_nodes_train_what_one_process_trains(slurm, clone, chats, train):
+    job = slurm.submit(
+        "--wait", "--nodes=2", "--gpus-per-node=1", TRAIN, *DDP, *slurms.small(chats), cwd=clone, GEARBOX_ENV=sys.prefix
+    )
+    log = (clone / f"slurm-{job}.out").read_text()
+    assert slurm.job(job)["JobState"] == "COMPLETED", log
+    assert slurms.losses(clone / "runs/tiny-ddp") == pytest.approx(train("single").losses, rel=1e-5)
+    assert "0: [rank 0] rank 0  node1  cpu\n0: [rank 0] rank 1  node2  cpu\n" in log
+    for node in ("node1", "node2"):
+        assert list((clone / f"runs/slurm/{job}/{node}").glob("*/attempt_0/0/stdout.log"))
+
+
+def test_nodes_that_have_not_met_are_refused(slurm, clone, chats):
+    launch = f"{sys.prefix}/bin/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 1".split()
+    told = slurm.run("srun", "-N2", "--ntasks-per-node=1", *launch, "src/train.py", *slurms.small(chats), cwd=clone)
+    assert told.returncode == 1
+    for node in ("node1", "node2"):
+        said = f"gearbox: SLURM_STEP_NUM_NODES=2, but the 1 ranks of this world are all on {node}: each machine would"
+        assert said in told.stderr
+
+
+def test_each_code_ends_the_job_as_it_should(slurm, job):
+    jobs = {code: job(CODE=code) for code in ("0", "1", "2", "93")}
+    outcomes = {code: outcome(slurm, number) for code, number in jobs.items()}
+    assert outcomes.pop("0") == ("COMPLETED", "0", "0")
+    assert outcomes == {code: ("FAILED", code, "0") for code in ("1", "2", "93")}
+
+
+def test_each_signal_saves_and_requeues_and_a_cancelled_job_stays_away(slurm, clone, job):
+    signals = {"steps": "", "batch": "--batch", "full": "--full", "last words": "--signal=TERM --batch"}
+    jobs = {}
+    for name, flags in signals.items():
+        jobs[name] = job()
+        slurm.run("scancel", "--signal=USR1", *flags.split(), jobs[name])
+    slurm.until(lambda: "restart 1" in slurms.log(clone, jobs["last words"]), "the jobs again")
+    preempted = job()
+    slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=clone)
+    requeued = job()
+    slurm.run("scontrol", "requeue", requeued)
+    no_requeue = job("--no-requeue")
+    slurm.run("scancel", "--signal=USR1", no_requeue)
+    cancelled = job()
+    slurm.run("scancel", cancelled)
+    assert outcome(slurm, cancelled) == ("CANCELLED", "85", "0")
+    assert outcome(slurm, no_requeue) == ("FAILED", "85", "0")
+    for number in (*jobs.values(), preempted, requeued):
+        assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
+        said = slurms.log(clone, number)
+        assert (said.count("restart 0 on 2 at node1:"), said.count("restart 1 on 2 at node1:")) == (2, 2)
+
+
+def test_the_warning_comes_before_the_time_limit(slurm, clone, job):
+    number = job("--time=60")
+    slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=2")  # less than the warning's time is left
+    assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
+
+
+def test_tasks_of_an_array_have_lines_ports_and_ends_of_their_own(slurm, clone, job):
+    (clone / "sweep.txt").write_text("recipes/tiny.yaml run.name=a\nrecipes/tiny.yaml run.name=b optim.lr=1e-4\n")
+    number = job("--array=1-2", "--nodes=1", arguments=["ddp", "@sweep.txt", "train.steps=7"])
+    tasks = [f"{number}_1", f"{number}_2"]
+    slurm.until(lambda: all("restart 0" in slurms.log(clone, task) for task in tasks), "both tasks")
+    logs = [slurms.log(clone, task) for task in tasks]
+    assert "--tee=3 recipes/tiny.yaml run.name=a train.steps=7\n" in logs[0]
+    assert "--tee=3 recipes/tiny.yaml run.name=b optim.lr=1e-4 train.steps=7\n" in logs[1]
+    ports = {re.search(r" at node\d:(\d+) ", log)[1] for log in logs}
+    assert len(ports) == 2
+    # The last task has the array's own number: of it alone must be spoken all the same.
+    slurm.run("scancel", "--signal=USR1", tasks[1])
+    slurm.until(lambda: "restart 1" in slurms.log(clone, tasks[1]), "the second task again")
+    assert slurm.job(tasks[0])["JobState"] == "RUNNING" and "restart 1" not in slurms.log(clone, tasks[0])
+    slurm.run("scancel", tasks[0])
+    assert outcome(slurm, tasks[0])[0] == "CANCELLED"
+
+
+def test_what_cannot_run_is_refused_in_a_line(slurm, clone, environment, tmp_path):
+    def refused(*argv: str, cwd=clone, **variables: str) -> str:
+        told = slurm.run(*argv, cwd=cwd, **variables)
+        assert told.returncode == 2, told.stderr
+        return told.stderr
+
+    srun = "cluster/slurm/srun.sh"
+    assert "this is no Slurm job" in refused(srun, *DDP)
+    salloc = ["salloc", "--nodes=2", srun]
+    assert ".venv/bin/python: is not there; make setup" in refused(*salloc, *DDP)
+    assert "Slurm gives this job no GPUs" in refused(*salloc, *DDP, GEARBOX_ENV=environment)
+    assert "usage: " in refused(*salloc)
+    (clone / "short.txt").write_text("recipes/tiny.yaml\n\n")
+    for arguments, flags, said in [
+        (["ddp", "@short.txt"], ["--array=2"], "short.txt: has no line 2 for this task"),
+        (["ddp", "@short.txt"], [], "a task of an array takes its line"),
+        (DDP, [f"--chdir={tmp_path}"], f"{tmp_path}: call sbatch in the repository's folder"),
+    ]:
+        number = slurm.submit("--wait", *flags, "--output=log", TRAIN, *arguments, cwd=clone, fails=True)
+        log = (tmp_path if "--chdir" in str(flags) else clone) / "log"
+        assert said in log.read_text()
+        assert outcome(slurm, number)[:2] == ("FAILED", "2")
+
+
+def test_what_slurm_gives_reaches_the_launcher(slurm, clone, environment):
+    """Two GPUs a node, and sites that keep variables back: --export=NONE."""
+    given = ["--nodes=2", "--gpus-per-node=2", f"--export=NONE,GEARBOX_ENV={environment},CODE=0"]
+    number = slurm.submit("--wait", *given, TRAIN, *DDP, cwd=clone)
+    port = 10000 + int(number)
+    for i in (1, 2):
+        place, command = f"restart 0 on 2 at node1:{port} of 2", f"ddp --doctor --log_dir=runs/slurm/{number}/node{i}"
+        assert f"{i - 1}: {place}: src/launch.py {command} --tee=3 recipes/tiny.yaml\n" in slurms.log(clone, number)
+
+
+def test_images_are_asked_for_as_their_documents_say(clone, tmp_path):
+    """Apptainer and Pyxis are not here: what their command lines would be."""
+    (tmp_path / "bin").mkdir()
+    for name, script in {"srun": 'printf "%s\\n" "$@"', "scontrol": "printf 'n3\\nn4\\n'"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def line(image: str) -> list[str]:
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
+        given = {"HOME": str(tmp_path), "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "GEARBOX_MOUNTS": "/data:/data"}
+        told = subprocess.run(
+            ["cluster/slurm/srun.sh", *DDP], cwd=clone, env=job | given | {"GEARBOX_IMAGE": image},
+            text=True, capture_output=True, check=True,
+        )  # fmt: skip
+        return told.stdout.splitlines()
+
+    slurms_own = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --label".split()
+    ours = ["cluster/slurm/node.sh", *DDP]
+    mounts = f"{clone}:{clone},{tmp_path}/.cache/gearbox:/cache,/data:/data"
+    assert line("") == [*slurms_own, *ours]
+    for image in ("some.sif", str(tmp_path)):
+        apptainer = ["apptainer", "exec", "--nv", f"--bind={mounts}", f"--pwd={clone}", image]
+        assert line(image) == [*slurms_own, *apptainer, *ours]
+    assert (tmp_path / ".cache/gearbox").is_dir(), "what is mounted is there"
+    for image in ("registry.example.org#gearbox:latest", "some.sqsh"):
+        mounted = [f"--container-mounts={mounts}", f"--container-workdir={clone}", "--no-container-entrypoint"]
+        assert line(image) == [*slurms_own, f"--container-image={image}", *mounted, *ours]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_clean(script):
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not here: apt-get install shellcheck")
+    subprocess.run(["shellcheck", script], check=True)
+
+
+DOCUMENT = (ROOT / "docs" / "slurm.md").read_text()
+LINES = re.findall(r"^(?:\w+=\S+ )?((?:sbatch|salloc|srun) .*)$", DOCUMENT, re.M)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_documents_lines_are_understood_by_slurm(slurm, clone, line):
+    tool, *rest = shlex.split(line)
+    here = next(i for i, word in enumerate(rest) if word.startswith("cluster/slurm/"))
+    # Nothing here has eight GPUs, and salloc has no --test-only: srun takes the same flags.
+    flags = ["--gpus-per-node=2" if flag.startswith("--gpus-per-node") else flag for flag in rest[:here]]
+    tools = {"sbatch": ["sbatch", "--test-only", *flags, *rest[here:]], "salloc": ["salloc", *flags, "true"]}
+    told = slurm.run(*tools[tool], cwd=clone)
+    assert told.returncode == 0, told.stderr
+    assert (clone / rest[here]).is_file()
+
+
+def test_the_document_has_lines():
+    assert {line.split()[0] for line in LINES} == {"sbatch", "salloc"} and len(LINES) >= 5

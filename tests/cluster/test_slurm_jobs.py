@@ -1,0 +1,182 @@
+"""`make slurm-test`: training on two nodes of a real Slurm, gear by gear, and interrupted in every way there is."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from support import slurm as slurms
+from support.slurm import DDP, TRAIN, outcome
+
+pytestmark = [pytest.mark.long, pytest.mark.slurm]
+STEPS = 80
+LONG = {"train__steps": str(STEPS), "schedule__name": "constant", "save__every": "20"}
+
+
+@pytest.fixture
+def submit(slurm, clone, chats):
+    """A job that trains: submit("ddp", "--nodes=2", ranks=1, run__name="x") -> its number."""
+
+    def call(gear: str, *flags: str, ranks: int = 1, recipe: str = "recipes/tiny.yaml", **changes: str) -> str:
+        arguments = [gear, *recipe.split(), *slurms.small(chats, **changes)]
+        return slurm.submit(
+            *flags, f"--gpus-per-node={ranks}", TRAIN, *arguments, cwd=clone, GEARBOX_ENV=sys.prefix
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, clone, chats) -> Path:
+    """The folder of a run on two nodes that nobody interrupts."""
+    given = slurms.small(chats, **LONG, run__name="undisturbed")
+    flags = ["--wait", "--nodes=2", "--gpus-per-node=1"]
+    number = slurm.submit(*flags, TRAIN, *DDP, *given, cwd=clone, GEARBOX_ENV=sys.prefix)
+    assert slurm.job(number)["JobState"] == "COMPLETED", slurms.log(clone, number)
+    return clone / "runs" / "undisturbed"
+
+
+def weights(run: Path):
+    (file,) = (run / "model").glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal(run: Path, undisturbed: Path) -> None:
+    """Bit for bit, and every step once."""
+    assert [line["step"] for line in slurms.metrics(run)] == list(range(1, STEPS + 1))
+    assert slurms.losses(run) == slurms.losses(undisturbed)
+    ours, theirs = weights(run), weights(undisturbed)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("gear", "ranks"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("hsdp", 2), ("zero3", 1), ("zero3", 2)]
+)
+def test_every_kind_of_gear_trains_what_one_process_trains(slurm, clone, submit, train, gear, ranks):
+    number = submit(gear, "--wait", "--nodes=2", ranks=ranks, run__name=f"{gear}-{ranks}")
+    assert slurm.job(number)["JobState"] == "COMPLETED", slurms.log(clone, number)
+    assert slurms.losses(clone / "runs" / f"{gear}-{ranks}") == pytest.approx(train("single").losses, rel=1e-5)
+
+
+def test_hsdp_has_too_few_ranks(slurm, clone, submit):
+    number = submit("hsdp", "--nodes=2")
+    assert outcome(slurm, number) == ("FAILED", "2", "0")
+    assert "gearbox: " in slurms.log(clone, number)
+
+
+def signals(slurm, job):
+    slurm.run("scancel", "--signal=USR1", job)
+
+
+def signals_the_batch_script(slurm, job):
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+
+
+def signals_all(slurm, job):
+    slurm.run("scancel", "--signal=USR1", "--full", job)
+
+
+def preempts(slurm, job):
+    """A job of a higher partition comes; that of the lower one has a grace time."""
+    slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
+def requeues(slurm, job):
+    slurm.run("scontrol", "requeue", job)
+
+
+def ranks_of(node) -> list[psutil.Process]:
+    found = [psutil.Process(pid) for pid in node.pids()]
+    return [process for process in found if process.cmdline()[2:3] and process.cmdline()[2].endswith("src/train.py")]
+
+
+def takes_its_time(slurm, job):
+    """The time limit is nearer than the warning. Slurm looks only now and then: a rank stands still so long."""
+    (rank,) = ranks_of(slurm.nodes[0])
+    rank.suspend()
+    hours, minutes, _ = slurm.job(job)["RunTime"].split(":")
+    limit = int(hours) * 60 + int(minutes) + 2
+    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    status = Path(f"/proc/{rank.pid}/status")
+    pending = re.compile(r"^ShdPnd:\s*(\w+)", re.M)
+    slurm.until(lambda: int(pending.search(status.read_text())[1], 16) >> signal.SIGUSR1 - 1 & 1, "the warning")
+    rank.resume()
+    slurm.until(lambda: slurm.job(job)["JobState"] != "RUNNING", "the save")
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+
+
+@pytest.mark.parametrize(
+    "interrupts", [signals, signals_the_batch_script, signals_all, preempts, requeues, takes_its_time]
+)
+def test_an_interrupted_job_ends_as_one_that_was_not(slurm, clone, submit, undisturbed, interrupts):
+    name = interrupts.__name__
+    run = clone / "runs" / name
+    number = submit("ddp", "--nodes=2", "--time=60", **LONG, run__name=name)
+    slurm.until(lambda: len(slurms.metrics(run)) >= 5, "five steps")
+    interrupts(slurm, number)
+    assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
+    assert "saving after this step" in slurms.log(clone, number)
+    assert_equal(run, undisturbed)
+
+
+@pytest.mark.parametrize("signals", [signals_the_batch_script, "--signal=TERM --batch", preempts])
+def test_saving_may_take_longer_than_killed_jobs_have(slurm, clone, job, signals):
+    """With a launcher that trains nothing. srun would have its launchers killed, were it handed SIGTERM itself."""
+    number = job(SAVE="28")
+    if callable(signals):
+        signals(slurm, number)
+    else:
+        slurm.run("scancel", *signals.split(), number)
+    assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
+    assert "Killed" not in slurms.log(clone, number)
+
+
+def test_a_cancelled_job_has_saved_and_the_same_line_goes_on(slurm, clone, submit, undisturbed):
+    run = clone / "runs" / "cancelled"
+    number = submit("ddp", "--nodes=2", **LONG, run__name="cancelled")
+    slurm.until(lambda: len(slurms.metrics(run)) >= 5, "five steps")
+    slurm.run("scancel", number)
+    assert outcome(slurm, number)[::2] == ("CANCELLED", "0")
+    assert "saving after this step" in slurms.log(clone, number)
+    assert not list(run.glob("model"))
+    submit("ddp", "--wait", "--nodes=2", **LONG, run__name="cancelled")
+    assert_equal(run, undisturbed)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_killed_ranks_of_a_node_start_again_on_both(slurm, clone, submit, undisturbed, node):
+    name = f"killed-{node}"
+    run = clone / "runs" / name
+    number = submit("ddp", "--nodes=2", **LONG, run__name=name)
+    slurm.until(lambda: (run / "checkpoints" / "step-20").exists(), "a checkpoint")
+    for rank in ranks_of(slurm.nodes[node]):
+        rank.kill()
+    assert outcome(slurm, number) == ("COMPLETED", "0", "0"), slurms.log(clone, number)
+    assert slurms.log(clone, number).count("; restart 1 goes on from step ") == 2
+    assert_equal(run, undisturbed)
+
+
+def test_two_tasks_of_an_array_train_on_one_node(slurm, clone, submit, train):
+    (clone / "list.txt").write_text("recipes/tiny.yaml run.name=task-1\nrecipes/tiny.yaml run.name=task-2\n")
+    number = submit("ddp", "--wait", "--array=1-2", "--nodes=1", "--nodelist=node1", recipe="@list.txt")
+    assert {outcome(slurm, f"{number}_{task}") for task in (1, 2)} == {("COMPLETED", "0", "0")}
+    for task in (1, 2):
+        assert slurms.losses(clone / f"runs/task-{task}") == pytest.approx(train("single").losses, rel=1e-5)
+
+
+def test_another_number_of_nodes_goes_on_with_nothing_lost(slurm, clone, submit, undisturbed):
+    run = clone / "runs" / "elastic"
+    for nodes in (2, 1):
+        begun = len(slurms.metrics(run))
+        number = submit("ddp", f"--nodes={nodes}", "--no-requeue", **LONG, run__name="elastic")
+        slurm.until(lambda begun=begun: len(slurms.metrics(run)) >= begun + 5, "five steps")
+        slurm.run("scancel", "--signal=USR1", number)
+        assert outcome(slurm, number) == ("FAILED", "85", "0"), slurms.log(clone, number)
+    submit("ddp", "--wait", "--nodes=2", **LONG, run__name="elastic")
+    assert [line["step"] for line in slurms.metrics(run)] == list(range(1, STEPS + 1))
+    assert slurms.losses(run) == pytest.approx(slurms.losses(undisturbed), rel=1e-5)

@@ -1,0 +1,126 @@
+"""What cannot be combined, gear with recipe or architecture, is refused with the nearest that can."""
+
+import re
+import sys
+
+import pytest
+
+from gearbox import ROOT
+from gearbox.config.compatibility import check_against
+from gearbox.config.gear import load_gear
+from gearbox.config.loader import load_recipe
+from gearbox.errors import UserError
+from support.gears import written
+
+RECIPE = ROOT / "recipes" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("gradient_clipping", 0.5, 1.0), ("gradient_accumulation_steps", 5, 4),
+        ("train_micro_batch_size_per_gpu", 8, 2), ("train_batch_size", 32, 16),
+    ],
+)  # fmt: skip
+def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_path, key, wrong, right):
+    recipe = load_recipe(RECIPE, ["optim.max_grad_norm=1"])
+    # The gear has 2 ranks: 4 rounds of 2 rows on each are a batch of 16.
+    for number in (right, "auto"):
+        check_against(load_gear(written(tmp_path, "zero2", {key: number})), recipe, RECIPE, 4, 2)
+    with pytest.raises(UserError) as caught:
+        check_against(load_gear(written(tmp_path, "zero2", {key: wrong})), recipe, RECIPE, 4, 2)
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'zero.json'}: {key}: is {wrong}, but ") and f" {right};" in line
+    assert str(RECIPE) in line or "batch.rows" in line
+
+
+def test_accumulation_of_the_environment_must_be_the_recipes(monkeypatch):
+    recipe, gear = load_recipe(RECIPE), load_gear(ROOT / "accelerate_configs" / "ddp.yaml")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    check_against(gear, recipe, RECIPE, 4, 1)
+    with pytest.raises(UserError, match=r"STEPS=4 in the environment, but \S+tiny.yaml gives 2; unset it"):
+        check_against(gear, recipe, RECIPE, 2, 1)
+
+
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refusing", "taking", "said"),
+    [
+        (["optim.master_weights=bf16"], ["zero1", "zero2", "zero3"], ["fsdp", "ddp"], "ZeRO always keeps fp32 masters"),
+        (
+            ["optim.name=adamw_8bit"],
+            ["zero1", "zero3"],
+            ["fsdp", "ddp", "single"],
+            "use adamw or paged_adamw, or the fsdp",
+        ),
+        (["optim.name=paged_adamw_8bit"], ["zero2"], ["fsdp"], "use adamw or paged_adamw, or the fsdp gear"),
+        (["optim.name=paged_adamw"], ["offload"], ["zero2", "zero3", "fsdp"], "use adamw, or the same gear without"),
+        (
+            ["adapter.method=dora", "model.quantize=nf4"],
+            ["zero3"],
+            ["zero2", "fsdp", "ddp"],
+            "use lora (QLoRA), or",
+        ),
+        (["adapter.method=lora", "model.quantize=nf4"], [], ["zero3"], ""),
+        (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),
+        (["adapter.method=dora", "model.add_tokens=[x]"], ["single", "fsdp"], [], "use adapter.method=lora"),
+        (["adapter.method=lora", "model.add_tokens=[x]"], [], ["single", "zero3"], ""),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(tmp_path, overrides, refusing, taking, said):
+    recipe = load_recipe(RECIPE, overrides)
+    for name in refusing:
+        path = ROOT / "accelerate_configs" / f"{name}.yaml"
+        gear = load_gear(path if path.exists() else written(tmp_path, "zero2", {"zero_optimization": OFFLOAD}))
+        with pytest.raises(UserError, match=re.escape(said)) as caught:
+            check_against(gear, recipe, RECIPE, 4, 2)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{RECIPE}: ")
+    for name in taking:
+        check_against(load_gear(ROOT / "accelerate_configs" / f"{name}.yaml"), recipe, RECIPE, 4, 2)
+
+
+def test_fsdp_offload_is_offload():
+    gear = load_gear(ROOT / "accelerate_configs/fsdp.yaml")
+    assert gear.offload is None
+    gear.settings["fsdp_config"]["fsdp_offload_params"] = True
+    with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in the host's memory"):
+        check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, 4, 2)
+
+
+def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
+    gear = load_gear(ROOT / "accelerate_configs" / "single.yaml")
+    recipe = load_recipe(RECIPE, ["model.quantize=nf4", "adapter.method=lora", "optim.name=paged_adamw"])
+    check_against(gear, recipe, RECIPE, 4, 2)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    check_against(gear, load_recipe(RECIPE), RECIPE, 4, 2)
+    with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes.*\n.*optim\.name: paged_adamw needs bits"):
+        check_against(gear, recipe, RECIPE, 4, 2)
+
+
+def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():
+    from types import SimpleNamespace
+
+    from gearbox.config.compatibility import check_architecture
+
+    def said(name, flags, **changes):
+        shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
+        plans = {"base_model_tp_plan": {"layers.*.q_proj": "colwise"}, "base_model_pp_plan": {"layers": ()}}
+        gear = load_gear(ROOT / f"accelerate_configs/{name}.yaml", flags)
+        with pytest.raises(UserError) as caught:
+            check_architecture(gear, SimpleNamespace(**shape | plans | changes))
+        return str(caught.value)
+
+    three = {"num_processes": "3"}
+    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 would"
+    assert f"3 does not divide this model's {heads}" in said("tp", three | {"parallelism_config_tp_size": "3"})
+    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 or 12 would"
+    assert f"3 does not divide this model's {heads}" in said("ulysses", three | {"parallelism_config_sp_size": "3"})
+    many = {"num_processes": "4", "parallelism_config_pp_size": "4"}
+    assert "4 stages, but this model has 3 layers; 3 or fewer would do" in said("pp", many)
+    assert "llama has no plan for it in transformers; use accelerate_configs/fsdp" in said(
+        "tp", {}, base_model_tp_plan=None
+    )
+    assert "llama fuses matrices that would be cut apart" in said("tp", {}, base_model_tp_plan={"a": "packed_colwise"})
+    assert "or model.router_loss=0" in said("ulysses", {}, router_aux_loss_coef=0.1)

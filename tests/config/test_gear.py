@@ -1,0 +1,184 @@
+"""Guards what a gear may say: keys that the engines really read, and no number that contradicts the recipe."""
+
+import dataclasses
+import inspect
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import accelerate.utils.launch
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+
+from gearbox import ROOT
+from gearbox.config import gear
+from gearbox.config.gear import load_gear
+from gearbox.config.loader import load_recipe
+from gearbox.errors import UserError
+from support.gears import written
+
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+RECIPE = ROOT / "recipes" / "tiny.yaml"
+
+
+def test_known_keys_are_those_that_accelerate_reads():
+    parsed = {action.dest for action in launch_command_parser()._actions}
+    used = set(re.findall(r"args\.(\w+)", inspect.getsource(accelerate.utils.launch)))
+    assert set(gear.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert set(gear.FSDP_KEYS) <= parsed & used
+    assert set(gear.DEEPSPEED_KEYS) <= parsed & used
+    ours = {"parallelism_config_pp_size", "parallelism_config_pp_schedule"}  # accelerate has no pipeline for training
+    assert set(gear.PARALLELISM_KEYS) - ours <= parsed
+    assert ours & parsed == set()
+
+
+def test_known_json_keys_are_those_that_deepspeed_reads():
+    (package,) = find_spec("deepspeed").submodule_search_locations
+    patterns = ("runtime/**/*.py", "**/*config*.py", "**/constants.py")
+    readers = {path for pattern in patterns for path in Path(package).glob(pattern)}
+    source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
+    assert [key for key in gear.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
+
+
+# Engine, stage, data-parallel parts and ranks that share the weights.
+GEARS = {
+    "single": ("single", 0, 1, 1), "ddp": ("ddp", 0, 4, 4), "fsdp": ("fsdp", 0, 2, 2),
+    "fsdp_offload": ("fsdp", 0, 2, 2), "hsdp": ("fsdp", 0, 4, 2), "fsdp_tp": ("fsdp", 0, 2, 2),
+    "ring": ("fsdp", 0, 1, 2), "tp": ("tp", 0, 1, 1), "pp": ("pp", 0, 1, 1),
+    "zero1": ("zero", 1, 2, 2), "zero2": ("zero", 2, 2, 2), "zero3": ("zero", 3, 2, 2),
+    "zero3_offload": ("zero", 3, 2, 2), "zero3_nvme": ("zero", 3, 2, 2),
+    "ulysses": ("zero", 3, 1, 2),
+}  # fmt: skip
+
+
+def test_each_gear_is_known_here():
+    assert {path.stem for path in SHIPPED} == {*GEARS}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_gear_loads_and_says_what_it_is(path):
+    gear = load_gear(path)
+    assert path.read_text().startswith("# ")
+    assert gear.precision == "bf16"
+    assert (gear.engine, gear.zero_stage, gear.data_parallel, gear.shard) == GEARS[path.stem]
+    its_json = [ROOT / "ds_configs" / f"{path.stem}.json"] if gear.engine == "zero" else []
+    assert [found.resolve() for found in [gear.zero_path] if found] == its_json
+
+
+def test_a_gear_on_more_ranks():
+    """The total alone is given at the launch; what a file leaves open follows."""
+    hsdp = load_gear(ROOT / "accelerate_configs/hsdp.yaml", {"num_processes": "8"})
+    assert (hsdp.data_parallel, hsdp.shard) == (8, 4)
+    both = load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", {"num_processes": "8"})
+    assert [both.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [both.eval_shard(rank) for rank in (0, 1, 7)] == [(0, 4), (0, 4), (3, 4)]
+    flags = {"num_processes": "8", "parallelism_config_tp_size": "4"}
+    assert load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", flags).data_parallel == 2
+    sequences = load_gear(ROOT / "accelerate_configs/ulysses.yaml", {"num_processes": "4"})
+    assert [sequences.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert (sequences.shard, sequences.averaged_over, sequences.eval_shard(3)) == (4, 4, (3, 4))
+
+
+def test_every_shipped_json_belongs_to_a_gear():
+    named = {gear.zero_path.name for gear in map(load_gear, SHIPPED) if gear.zero_path}
+    assert named == {path.name for path in (ROOT / "ds_configs").glob("*.json")}
+
+
+FSDP = {"fsdp_version": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("single", {"num_procesess": 2}, "num_procesess: there is no such key; did you mean 'num_processes'?"),
+        ("fsdp", {"fsdp_config": FSDP | {"fsdp_offload_param": True}}, "did you mean 'fsdp_offload_params'?"),
+        ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}}, "fsdp_config.fsdp_sharding_strategy: there is"),
+        ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "no such key; did you mean 'zero3_init_"),
+        ("fsdp", {"parallelism_config": {"parallelism_config_tp_sizes": 2}}, "did you mean 'parallelism_config_tp"),
+        ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be a whole number from 1"),
+        ("tp", {"num_processes": 3}, "num_processes: 3 ranks cannot be cut into tp 2; 2 or 4 can"),
+        ("tp", {"num_processes": 4}, "num_processes: 4 ranks are more than tp 2; with FSDP (fsdp_tp) they can be"),
+        ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 copies leave each copy one rank"),
+        ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks cannot be cut into dp_replicate 2; 4 or 6 can"),
+        ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) are 2, not 4"),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU cannot do this; "),
+        ("zero3", {"parallelism_config": {"parallelism_config_cp_size": 2}}, "distributed_type must be FSDP"),
+        ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
+         "parallelism_config: pp and tp cannot be joined; tp can with FSDP's shards"),
+        ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}}, "pp_schedule: '2f2b' is none of"),
+        ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is trained and tested with stage 3 and"),
+        ("single", {"fsdp_config": [1]}, "must be a mapping, found [1]"),
+        ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: must be 2; version 1"),
+        ("fsdp", {"fsdp_config": {}}, "fsdp_config.fsdp_version: must be 2"),
+        ("fsdp", {"use_cpu": True}, "use_cpu: true silently turns FSDP into plain data parallelism"),
+        ("zero3", {"use_cpu": True}, "use_cpu: true silently turns DEEPSPEED into plain data parallelism"),
+        ("ddp", {"mixed_precision": "fp16"}, "mixed_precision: 'fp16' is not supported; use bf16, or no for fp32"),
+        ("zero1", {"mixed_precision": "bf16"}, "mixed_precision: belongs into the ZeRO JSON (bf16.enabled)"),
+        ("single", {"distributed_type": "MEGATRON_LM"}, "distributed_type: 'MEGATRON_LM' is no engine here"),
+        ("zero1", {"deepspeed_config": {}}, "deepspeed_config.deepspeed_config_file: must name a JSON"),
+        ("ddp", {"num_processes": 0}, "num_processes: must be a whole number from 1, found 0"),
+        ("ddp", {"num_processes": "two"}, "num_processes: must be a whole number from 1, found 'two'"),
+        ("zero1", {"deepspeed_config": {"deepspeed_config_file": "/no.json"}}, "/no.json: there is no such file"),
+        ("zero2", {"zero_json": {"optimizer": {"type": "Adam"}}}, "optimizer: the recipe owns this (optim:)"),
+        ("zero2", {"zero_json": {"scheduler": {}}}, "scheduler: the recipe owns this (schedule:); remove it"),
+        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "would ignore it; did you mean 'gradient_clipping'?"),
+        ("zero2", {"zero_json": {"fp16": {"enabled": True}}}, "fp16.enabled: is not supported; use bf16"),
+        ("zero2", {"zero_json": {"communication_data_type": "bf16"}}, "communication_data_type: must be fp32"),
+        ("zero2", {"zero_json": {"data_types": {}}}, "data_types.grad_accum_dtype: must be fp32"),
+        ("zero2", {"zero_json": "{'bf16': 1}"}, "zero.json: is not JSON: "),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_named(tmp_path, name, changes, said):
+    with pytest.raises(UserError) as caught:
+        load_gear(written(tmp_path, name, **changes))
+    (line,) = [line for line in str(caught.value).splitlines() if said in line]
+    assert line.startswith((f"{tmp_path}/gear.yaml: ", f"{tmp_path}/zero.json: ", "/no.json: "))
+
+
+def test_all_mistakes_of_a_gear_are_said_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load_gear(written(tmp_path, "fsdp", num_processes=0, use_cpu=True, mixed_precision="fp8", fsdp_config={"a": 1}))
+    assert len(str(caught.value).splitlines()) == 5
+
+
+def test_flags_of_the_launcher_beat_the_file():
+    gear = load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"num_processes": "7", "mixed_precision": "no"})
+    assert (gear.num_processes, gear.precision) == (7, "no")
+    with pytest.raises(UserError, match="mixed_precision: 'fp16' is not supported"):
+        load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"mixed_precision": "fp16"})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
+    gear = load_gear(ROOT / "accelerate_configs" / f"zero{stage}.yaml")
+    recipe = load_recipe(RECIPE, ["optim.max_grad_norm=0.25"])
+    filled = gear.filled_json(recipe, 4, 2, "no")
+    assert '"auto"' not in json.dumps(filled) and '"auto"' in json.dumps(gear.zero_json)
+    assert (filled["gradient_clipping"], filled["gradient_accumulation_steps"]) == (0.25, 4)
+    assert (filled["train_micro_batch_size_per_gpu"], filled["train_batch_size"]) == (2, 4 * 2 * gear.num_processes)
+    assert (filled["bf16"]["enabled"], gear.filled_json(recipe, 4, 2, "bf16")["bf16"]["enabled"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "must be a JSON object, found list"),
+        ('{"bf16": true, "zero_optimization": {"stage": 2}}', "bf16: must be an object, found True"),
+        ('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', "bf16.enabled: must be true or false"),
+        ('{"zero_optimization": 3}', "zero_optimization: must be an object, found 3"),
+        ('{"zero_optimization": {"stage": "auto"}}', "zero_optimization.stage: must be 1, 2 or 3, found 'auto'"),
+        ("\xff", "is not JSON"),
+    ],
+)
+def test_json_of_the_wrong_shape_is_named(tmp_path, content, said):
+    (tmp_path / "z.json").write_bytes(content.encode("latin-1"))
+    settings = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "z.json")},
+    }
+    (tmp_path / "g.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_gear(tmp_path / "g.yaml")

@@ -1,0 +1,198 @@
+"""Guards what a recipe may say: every mistake is named at once, by file and key, before torch is imported."""
+
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.errors import UserError
+
+TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
+# What recipes/tiny.yaml chooses; everything else in it shows the schema's default.
+CHOSEN = {
+    "model.name", "model.init", "data.path", "batch.rows", "batch.row_tokens", "batch.micro_rows", "optim.lr",
+    "schedule.warmup", "train.steps", "eval.every", "eval.fraction",
+}  # fmt: skip
+
+
+def read(tmp_path: Path, *overrides: str, **changes) -> Recipe:
+    """The tiny recipe with changed groups, written to a file and read back."""
+    content = deepcopy(TINY)
+    for group, values in changes.items():
+        both_mappings = isinstance(values, dict) and isinstance(content.get(group), dict)
+        content[group] = content[group] | values if both_mappings else values
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return load_recipe(path, list(overrides))
+
+
+def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
+    """The lines of the refusal, without the recipe's path that starts each of them."""
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, *overrides, **changes)
+    start = f"{tmp_path / 'recipe.yaml'}: "
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(start) for line in lines)
+    return [line.removeprefix(start) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optim": {"weight_decy": 1}}, "optim.weight_decy: there is no such key; did you mean 'weight_decay'?"),
+        ({"batch": {"row_token": 9}}, "batch.row_token: there is no such key; did you mean 'row_tokens'?"),
+        ({"optm": {}}, "optm: there is no such key; did you mean 'optim'?"),
+        ({"data": {"rows": 9}}, "data.rows: there is no such key; did you mean 'batch.rows'?"),
+        (
+            {"train": {"warmup_steps": 1}},
+            "train.warmup_steps: there is no such key; did you mean 'schedule.warmup'?",
+        ),
+        ({"model": {"rehearse": True}}, "model.rehearse: there is no such key; did you mean 'run.rehearse'?"),
+        ({"batch": {"rows": "many"}}, "unable to parse string as an integer, found 'many'"),
+        ({"batch": {"rows": 1.5}}, "found 1.5"),
+        ({"batch": {"rows": 0}}, "batch.rows: input should be greater than or equal to 1, found 0"),
+        ({"data": {"packing": "perhaps"}}, "data.packing: input should be a valid boolean"),
+        ({"optim": {"lr": "2e-5x"}}, "parse string as a number, found '2e-5x'"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas.1: is required"),
+        ({"model": {"init": "rnadom"}}, "model.init: input should be 'pretrained' or 'random', found 'rnadom'"),
+        ({"optim": [1]}, "found [1]"),
+        ({"optim": None}, "found None"),
+        ({"run": {"name": "../up"}}, "run.name: "),
+        ({"train": {"epochs": 1}}, "train: give exactly one of steps and epochs"),
+        ({"train": {"steps": None}}, "train: give exactly one of steps and epochs"),
+        (
+            {"schedule": {"warmup": 7}, "train": {"steps": 7}},
+            "schedule.warmup: must be below train.steps (7), found 7; give fewer steps, or a share",
+        ),
+        ({"model": {"quantize": "nf4"}}, "model.quantize freezes the weights: set adapter.method: lora"),
+        ({"model": {"name": "./nowhere"}}, "model.name: there is no folder './nowhere'"),
+        ({"model": {"name": "models/smollm2-135m-x"}}, "model.name: there is no folder 'models/smollm2-135m-x'"),
+        ({"model": {"name": "accelerate_configs"}}, "model.name: the folder 'accelerate_configs' holds no config.json"),
+        ({"data": {"path": "no/such.jsonl"}}, "data.path: there is no file 'no/such.jsonl'"),
+        ({"data": {"path": "builtin:task"}}, "the only built-in data is builtin:tasks"),
+    ],
+)
+def test_each_mistake_is_named(tmp_path, changes, said):
+    assert said in "\n".join(refusal(tmp_path, **changes))
+
+
+def test_a_required_key_that_is_missing_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"batch": {"row_tokens": 8}}))
+    with pytest.raises(UserError, match=r"recipe.yaml: batch.rows: is required$"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("written", ["2e-5", '"2e-5"', "0.00002", "2.0e-5"])
+def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path, written):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(re.sub(r"lr: \S+", f"lr: {written}", (ROOT / "recipes" / "tiny.yaml").read_text()))
+    assert load_recipe(path).optim.lr == 2e-5
+
+
+def test_overrides_beat_the_file_and_keep_their_types(tmp_path):
+    recipe = read(
+        tmp_path, "optim.lr=1e-5", "data.packing=false", "train.steps=null", "train.epochs=2", "run.name=a=b"[:-2]
+    )
+    assert (recipe.optim.lr, recipe.data.packing, recipe.train.steps, recipe.train.epochs) == (1e-5, False, None, 2.0)
+    assert (recipe.run.name, recipe.batch.rows) == ("a", TINY["batch"]["rows"])
+    with_equals = read(tmp_path, "data.split=train[:5%]=x", "adapter.targets=[q_proj, v_proj]")
+    assert (with_equals.data.split, with_equals.adapter.targets) == ("train[:5%]=x", ["q_proj", "v_proj"])
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "lr=1", "=1"])
+def test_an_override_without_group_key_and_value_is_refused(tmp_path, override):
+    (line,) = refusal(tmp_path, override)
+    assert line.startswith(f"{override!r}: an override is written group.key=value")
+
+
+def test_overrides_are_checked_like_the_file(tmp_path):
+    assert refusal(tmp_path, "batch.rows=x", "optim.weight_decy=1") == [
+        "batch.rows: input should be a valid integer, unable to parse string as an integer, found 'x'",
+        "optim.weight_decy: there is no such key; did you mean 'weight_decay'?",
+    ]
+
+
+def test_all_mistakes_are_said_at_once(tmp_path):
+    lines = refusal(tmp_path, "lr=1", optm={}, batch={"rows": 0}, train={"epochs": 3})
+    assert sorted(line.split(":")[0] for line in lines) == ["'lr=1'", "batch.rows", "optm", "train"]
+    lines = refusal(tmp_path, model={"name": "./nowhere"}, data={"path": "no/such.txt"})
+    assert [line.split(":")[0] for line in lines] == ["model.name", "data.path"]
+
+
+def test_a_rehearsal_needs_no_model_but_its_data(tmp_path):
+    absent = {"model": {"name": "./nowhere"}, "run": {"rehearse": True}}
+    assert read(tmp_path, **absent).run.rehearse
+    assert refusal(tmp_path, data={"path": "no/such.txt"}, **absent) == ["data.path: there is no file 'no/such.txt'"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model:\n  name: a\n  init: random\n  name: b\n", "recipe.yaml:4: 'name' is given twice; keep one"),
+        ("model: {}\ndata: {}\nmodel: {}\n", "recipe.yaml:3: 'model' is given twice; keep one"),
+        ("- model\n", "recipe.yaml: must be a mapping of groups, such as `model:`, found list"),
+        ("", "recipe.yaml: must be a mapping of groups, such as `model:`, found NoneType"),
+        ("model: [1\n", "recipe.yaml: is not YAML: "),
+        ("model:\n\tname: a\n", "recipe.yaml: is not YAML: "),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, text, said):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_names_the_nearest_file(tmp_path):
+    read(tmp_path)
+    with pytest.raises(UserError, match=r"recipes.yaml: there is no such file; did you mean 'recipe.yaml'\?"):
+        load_recipe(tmp_path / "recipes.yaml")
+
+
+def test_the_default_recipe_shows_every_key_and_its_default():
+    assert {f"{group}.{key}" for group, keys in TINY.items() for key in keys} == set(recipe_keys())
+    shown = load_recipe(ROOT / "recipes" / "tiny.yaml").model_dump()
+    needed = {"model": {"name": "org/model"}, "data": {"path": "org/data"}, "batch": {"rows": 1, "row_tokens": 8},
+              "optim": {"lr": 1}, "train": {"steps": 1}}  # fmt: skip
+    default = Recipe.model_validate(needed).model_dump()
+    differing = {
+        key for key in recipe_keys() for group, name in [key.split(".")] if shown[group][name] != default[group][name]
+    }
+    assert differing <= CHOSEN
+
+
+def test_every_key_says_what_it_is():
+    for group, field in Recipe.model_fields.items():
+        for key, of_group in field.annotation.model_fields.items():
+            assert of_group.description and of_group.description.endswith("."), f"{group}.{key}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lr": 1}, "lr: there is no such key; did you mean 'optim.lr'?"),
+        ({"optim": {"steps": 5}}, "optim.steps: there is no such key; did you mean 'train.steps'?"),
+        ({"optim": {"r": 5}}, "optim.r: there is no such key; did you mean 'adapter.r'?"),
+        ({"optim": {"betas": [1.5, 0.9]}}, "optim.betas.0: input should be less than 1"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr: input should be a finite number"),
+        ({"batch": {"rows": True}}, "batch.rows: must be a whole number"),
+    ],
+)
+def test_the_right_key_wins_over_a_near_one_and_odd_numbers_are_refused(tmp_path, changes, said):
+    with pytest.raises(UserError) as refusal:
+        load_changed(tmp_path, changes)
+    assert said in str(refusal.value)
+
+
+def load_changed(tmp_path, changes):
+    content = {group: {**keys, **changes.get(group, {})} for group, keys in TINY.items()}
+    content |= {key: value for key, value in changes.items() if key not in TINY}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(content))
+    return load_recipe(tmp_path / "r.yaml")

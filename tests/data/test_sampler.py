@@ -1,0 +1,81 @@
+"""Guards the order of rows: each once an epoch, the same on any number of ranks."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gearbox.data.batches import chain_hash, micro_batches_of
+from gearbox.data.sampler import SLOTS, Sampler
+from gearbox.errors import UserError
+
+
+@settings(deadline=None)
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
+def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
+    lengths = np.arange(num_rows) * 7 % 11 if by_length else None
+    order = Sampler([num_rows], rows_per_step, seed, lengths=lengths)
+    num_steps = -(-2 * num_rows // rows_per_step)
+    hashes = set()
+    for ranks in (1, 2, 3, 4, 8):
+        for micro_rows in (1, 2, 4):
+            consumed, chain = [], ""
+            for step in range(num_steps):
+                row_ids = order.step(step)
+                shares = [micro_batches_of(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
+                dealt = [row for share in shares for micro in share for row in micro if row is not None]
+                assert Counter(dealt) == Counter(row_ids)
+                consumed += row_ids
+                chain = chain_hash(chain, row_ids)
+            for epoch in range(2):
+                assert sorted(consumed[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+            hashes.add(chain)
+    assert len(hashes) == 1
+
+
+def test_epochs_and_seeds_have_other_permutations():
+    epochs = [[Sampler([50], 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(map(tuple, epochs))) == 4
+
+
+@pytest.mark.parametrize("shares", [None, [3.0, 1.0]])
+def test_the_rows_of_a_step_depend_on_nothing_before_it(shares):
+    sizes = [23] if shares is None else [23, 9]
+    order = Sampler(sizes, 6, 5, shares)
+    steps = [order.step(step) for step in range(60)]
+    assert Sampler(sizes, 6, 5, shares).step(57) == steps[57] and order.step(3) == steps[3]
+
+
+@given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4))
+def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(weights):
+    sizes = [7, 30, 4, 11][: len(weights)]
+    order = Sampler(sizes, 10, 0, weights)
+    rows = [order.row(position) for position in range(SLOTS)]
+    groups = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    for group, weight in enumerate(weights):
+        share = weight / sum(weights)
+        taken = np.cumsum(groups == group)
+        assert np.abs(taken - share * np.arange(1, SLOTS + 1)).max() <= 2.5
+        of_group = [row for row, g in zip(rows, groups, strict=True) if g == group]
+        for epoch in range(len(of_group) // sizes[group]):
+            assert len({*of_group[epoch * sizes[group] : (epoch + 1) * sizes[group]]}) == sizes[group]
+
+
+def test_a_weight_that_would_never_be_used_is_refused():
+    with pytest.raises(UserError, match="leave a source less than one row in 1,000"):
+        Sampler([5, 5], 2, 0, [1e-6, 1.0])
+
+
+def test_rows_of_similar_length_come_together():
+    lengths = np.random.default_rng(0).integers(1, 1000, 640)
+    sorted_steps, shuffled = (Sampler([640], 8, 0, lengths=given_lengths) for given_lengths in (lengths, None))
+
+    def padding(order):
+        widths = [lengths[order.step(step)] for step in range(80)]
+        return 1 - sum(w.sum() for w in widths) / sum(8 * w.max() for w in widths)
+
+    assert padding(sorted_steps) < 0.03 < 0.3 < padding(shuffled)
+    firsts = [lengths[sorted_steps.step(step)].mean() for step in range(50)]
+    assert firsts != sorted(firsts), "short and long steps are mixed"

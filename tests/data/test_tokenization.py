@@ -1,0 +1,93 @@
+"""Guards the processes that tokenize: what they find is in the file's order, and none is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gearbox import ROOT
+from gearbox.data import loss_mask
+from gearbox.errors import UserError
+from support.corpora import jsonl, read
+
+
+def test_the_first_bad_line_is_named_whatever_the_process_that_finds_it(tokenizer, tmp_path):
+    lines = [json.dumps({"text": "x" * 2000})] * 900
+    lines[600] = lines[150] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"a\.jsonl:151: is not JSON"):
+        read(tokenizer, tmp_path / "a.jsonl")
+    found = read(tokenizer, tmp_path / "a.jsonl", "data.on_bad_row=skip")
+    assert [number for _, number, _ in found.bad] == [151, 601] and len(found) == 898
+    assert found.number.tolist() == [n for n in range(1, 901) if n not in (151, 601)]
+
+
+def test_a_file_that_changes_while_it_is_read(tokenizer, tmp_path, cache, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(50)])
+    usual = loss_mask.ChatTokenizer.encode
+
+    def encode_slowly(self, documents):
+        with path.open("a") as file:
+            file.write('{"text": "late"}\n')
+        return usual(self, documents)
+
+    monkeypatch.setattr(loss_mask.ChatTokenizer, "encode", encode_slowly)
+    with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was read; run again when it is complete"):
+        read(tokenizer, path)
+    assert not list(cache.glob("*[!k]"))
+
+
+@pytest.mark.cold
+def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
+    """Many set this variable to be rid of a warning; the processes of the pool then waited for ever."""
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 50} for i in range(300)])
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent), "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def start_on_a_large_file(tmp_path: Path, cache: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    """src/preview.py while it tokenizes, and the processes that do it."""
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent)}
+    command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    workers: list[psutil.Process] = []
+    while len(workers) < 2 and parent.poll() is None:
+        time.sleep(0.05)
+        workers = psutil.Process(parent.pid).children()
+    assert len(workers) >= 2, parent.communicate()
+    return parent, workers
+
+
+@pytest.mark.cold
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
+def test_no_process_survives_a_builder_that_is_killed_and_the_next_one_starts_anew(tokenizer, tmp_path, cache):
+    parent, workers = start_on_a_large_file(tmp_path, cache)
+    parent.kill()
+    parent.wait()
+    survivors = psutil.wait_procs(workers, timeout=20)[1]
+    for survivor in survivors:
+        survivor.kill()
+    assert not survivors
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
+    jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
+    found = read(tokenizer, tmp_path / "a.jsonl")
+    assert len(found) == 400
+    assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [""]
+
+
+@pytest.mark.cold
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
+def test_a_process_that_is_killed_for_memory_is_named(tmp_path, cache):
+    parent, workers = start_on_a_large_file(tmp_path, cache)
+    workers[0].kill()
+    said = parent.communicate()[1]
+    assert parent.returncode == 2
+    assert said.strip() == "gearbox: data.path: a process that tokenizes was killed, most likely for want of memory"

@@ -1,0 +1,115 @@
+"""What an engine does within a step: gradients, their norm, and documents that do not see each other."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from gearbox.config.gear import Gear
+from gearbox.distributed import engine, sequence_parallel, tensor_parallel
+from support.faults import patch_step
+from support.ranks import fork_ranks
+
+
+def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
+    """FSDP2's own way to accumulate keeps all of it, in fp32, on each rank."""
+
+    def look(step):
+        whole = []
+        backward = step.accelerator.backward
+
+        def then_look(share):
+            backward(share)
+            parameters = [p for m in step.model.modules() if (state := getattr(m, "_get_fsdp_state", None))
+                          for group in state()._fsdp_param_groups for p in group.fsdp_params]  # fmt: skip
+            kept = [p.unsharded_accumulated_grad is not None or _gradient(p) is not None for p in parameters]
+            whole.append(sum(kept))
+            assert parameters
+
+        monkeypatch.setattr(step.accelerator, "backward", then_look)
+        step.take()
+        monkeypatch.setattr(step.accelerator, "backward", backward)
+        assert whole == [0, 0, 0], whole
+
+    patch_step(monkeypatch, look)
+    assert train("fsdp", ranks=2).codes == [0, 0]
+
+
+def _gradient(parameter):
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+
+
+def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, monkeypatch):
+    """Without a mask of ours they see each other; the probe at the start finds it, in the mode of training."""
+    isolated = train("ulysses", ranks=2)
+    assert "a neighbour changes a token's loss by 0\n" in isolated.output, isolated.output
+    monkeypatch.setattr(sequence_parallel, "isolate_documents", lambda model: None)
+    assert "this model does not keep them apart, so each row holds one document" in train("ulysses", ranks=2).output
+
+
+def test_a_gradient_that_is_scaled_by_the_number_of_ranks_is_noticed_under_ulysses(train, monkeypatch):
+    """DeepSpeed takes the mean over all ranks in one stage and over some in others; AdamW and the clip hide it."""
+    given = ("optim.max_grad_norm=0", "train.steps=1", "schedule.warmup=0")
+
+    def norm(gear, ranks):
+        return train(gear, *given, ranks=ranks).lines("grad_norm")[0]["grad_norm"]
+
+    whole = norm("single", 1)
+    assert norm("ulysses", 2) == pytest.approx(whole, rel=1e-4)
+    monkeypatch.setattr(Gear, "averaged_over", property(lambda gear: gear.data_parallel))
+    assert norm("ulysses", 2) == pytest.approx(whole / 2, rel=1e-3)
+
+
+def part_of(gradient):
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+@pytest.mark.parametrize("gear", ["tp", "fsdp_tp"])
+def test_the_norm_of_parts_is_that_of_the_whole(train, monkeypatch, gear):
+    """Each rank alone would clip by the norm of its own parts."""
+    ranks = 2 if gear == "tp" else 4
+    whole = train("single").lines("grad_norm")[0]["grad_norm"]
+    assert train(gear, ranks=ranks).lines("grad_norm")[0]["grad_norm"] == pytest.approx(whole, rel=1e-5)
+    monkeypatch.setattr(
+        tensor_parallel, "norm_of_shards", lambda parts: float(sum(part_of(g).square().sum() for g in parts)) ** 0.5
+    )
+    broken = train(gear, ranks=ranks)
+    assert broken.lines("grad_norm")[0]["grad_norm"] < 0.95 * whole
+
+
+@pytest.mark.ranks
+def test_a_step_on_local_shards_is_the_step_on_dtensors():
+    def work() -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        torch.distributed.init_process_group("gloo")
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3))
+        sides = []
+        for model in (deepcopy(plain), plain):
+            for layer in (model[0], model[2], model):
+                fully_shard(layer)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+            sides.append((model, optimizer))
+        engine.step_on_local_shards(sides[1][1])
+        stepped = [p for group in sides[1][1].param_groups for p in group["params"]]
+        assert len(stepped) == 4 and not any(isinstance(p, DTensor) for p in stepped)
+        before = [p.full_tensor().clone() for p in sides[0][0].parameters()]
+        for step in range(3):
+            torch.manual_seed(10 * step + torch.distributed.get_rank())
+            inputs = torch.randn(5, 6)
+            for model, optimizer in sides:
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                # The hooks alone must drop the gradients of the shards, whom the optimizer no longer knows.
+                if optimizer is sides[0][1]:
+                    optimizer.zero_grad()
+                assert all(p.grad is None for p in model.parameters())
+        for start, left, right in zip(before, *(model.parameters() for model, _ in sides), strict=True):
+            assert torch.equal(left.full_tensor(), right.full_tensor())
+            assert (left.full_tensor() - start).abs().max() > 0.1
+        torch.distributed.destroy_process_group()
+
+    codes, output = fork_ranks(2, {}, work)
+    assert codes == [0, 0], output

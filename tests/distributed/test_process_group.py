@@ -1,0 +1,41 @@
+"""Ranks that are not those of the gear, or of the machine's GPUs, are refused."""
+
+import pytest
+import torch
+
+from gearbox import ROOT
+from gearbox.config.gear import load_gear
+from gearbox.distributed import process_group
+from gearbox.errors import UserError
+
+DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # asks for 4
+
+
+def test_ranks_that_do_not_match_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="asks for 4 ranks, but 2 run; give --num_processes 2"):
+        process_group.check_ranks(DDP)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (2, "4 ranks here, but 2 GPUs; give --num_processes 2"),
+        (1, r"4 ranks here, but 1 GPUs; use accelerate_configs/single\.yaml"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, said):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=said):
+        process_group.check_ranks(DDP)
+
+
+def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_group, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=r"has an NVIDIA driver, but torch .* sees no GPU"):
+        process_group.check_ranks(DDP)

@@ -1,0 +1,104 @@
+"""What was asked is what runs: each check of verification.verify passes, and refuses when its fact is broken."""
+
+import pytest
+import torch
+import transformers
+
+from gearbox.config.gear import Gear
+from gearbox.distributed import engine, verification
+
+
+@pytest.fixture
+def bf16(monkeypatch):
+    """Run the gears in the precision of their files, as on a GPU; on a CPU bf16 is emulated."""
+    monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
+
+
+@pytest.mark.parametrize(
+    ("gear", "facts"),
+    [
+        ("fsdp", ["gradients in", "masters in"]),
+        ("zero1", ["gradients in", "gradients kept in", "masters in"]),
+        ("zero2", ["gradients in", "gradients kept in", "masters in"]),
+        ("zero3", ["gradients in", "gradients kept in", "masters in"]),
+        ("ddp", ["masters in"]),
+    ],
+)
+def test_bf16_gears_reduce_and_keep_fp32(train, bf16, gear, facts):
+    outcome = train(gear, ranks=2)
+    assert set(outcome.codes) == {0}, outcome.output
+    shown = {line[:24].strip(): line[24:].strip() for line in outcome.output.splitlines()}
+    assert shown["precision"] == "bf16", outcome.output
+    for fact in facts:
+        assert shown[fact] == "fp32", outcome.output
+
+
+def refused(outcome, *words: str) -> None:
+    assert 2 in outcome.codes, outcome.output
+    for word in ("what runs is not what was asked for", *words):
+        assert word in outcome.output, outcome.output
+    assert outcome.folder is None
+
+
+def test_fsdp_reducing_in_bf16_is_refused(train, bf16, monkeypatch):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    monkeypatch.setattr(engine, "_fsdp_policy", lambda gear: policy)
+    refused(train("fsdp", ranks=2), "gradients in: asked for torch.float32, running torch.bfloat16")
+
+
+@pytest.mark.parametrize("gear", ["zero2", "zero3"])
+@pytest.mark.parametrize("key", ["communication_data_type", "data_types"])
+def test_zero_in_bf16_is_refused(train, bf16, monkeypatch, gear, key):
+    filled = Gear.filled_json
+
+    def without(self, *arguments):
+        return {name: value for name, value in filled(self, *arguments).items() if name != key}
+
+    monkeypatch.setattr(Gear, "filled_json", without)
+    refused(train(gear, ranks=2), "gradients")
+
+
+def test_zero_with_another_clip_is_refused(train, monkeypatch):
+    filled = Gear.filled_json
+    monkeypatch.setattr(Gear, "filled_json", lambda *a: filled(*a) | {"gradient_clipping": 0.25})
+    refused(train("zero2", ranks=2), "clip: asked for 1.0, running 0.25")
+
+
+def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
+    """bitsandbytes' default storage is left out of FSDP's sharding with no more than a warning."""
+    usual = transformers.BitsAndBytesConfig
+
+    def with_default_storage(**settings):
+        return usual(**{key: value for key, value in settings.items() if key != "bnb_4bit_quant_storage"})
+
+    monkeypatch.setattr(transformers, "BitsAndBytesConfig", with_default_storage)
+    outcome = train("fsdp", "model.quantize=nf4", "adapter.method=lora", ranks=2)
+    refused(outcome, "sharding: a rank should hold 50% of the parameters' bytes")
+
+
+def test_another_engine_is_refused(train, monkeypatch):
+    monkeypatch.setattr(engine.PartialState, "_shared_state", {})
+    monkeypatch.setattr(engine, "DistributedType", type("T", (), {"MULTI_GPU": engine.DistributedType.MULTI_CPU}))
+    refused(train("fsdp", ranks=2), "engine: asked for FSDP2, running DDP")
+
+
+def test_sharded_gears_hold_a_half(train):
+    for gear, ranks in (("fsdp", 2), ("zero3", 2)):
+        output = train(gear, ranks=ranks).output
+        held, whole = [float(word) for word in output.split("parameters on this rank")[1].split()[:3:2]]
+        assert held / whole == pytest.approx(0.5, abs=0.1), output
+
+
+@pytest.mark.parametrize("gear", ["zero1", "zero2"])
+def test_an_optimizer_that_is_not_cut_is_refused(train, monkeypatch, gear):
+    usual = verification.verify
+
+    def with_a_whole_optimizer(accelerator, model, optimizer, *rest):
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in model.parameters() if p.requires_grad]
+        return usual(accelerator, model, optimizer, *rest)
+
+    monkeypatch.setattr(verification, "verify", with_a_whole_optimizer)
+    refused(train(gear, ranks=2), "sharding: the optimizer of a rank holds")

@@ -1,0 +1,41 @@
+"""The address that other machines are told, and the hub."""
+
+import threading
+
+import pytest
+
+from gearbox.doctor import network
+
+
+@pytest.mark.parametrize(
+    ("resolved", "environment", "colour", "words"),
+    [
+        (["127.0.1.1"], {}, "red", "node1 resolves to 127.0.1.1: gloo would tell 1 other machines"),
+        (["127.0.0.1", "::1"], {}, "red", "node1 resolves to 127.0.0.1"),
+        ([], {}, "red", "node1 does not resolve"),
+        (["10.9.9.9"], {}, "red", "node1 resolves to 10.9.9.9"),  # an address that no interface here has
+        (["127.0.1.1", "10.0.0.5"], {}, "green", "node1 is 10.0.0.5 on eth1"),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth1"}, "green", "eth1"),
+        (["10.0.0.5"], {"GLOO_SOCKET_IFNAME": "^lo"}, "red", "gloo wants a whole name"),
+        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "ib"}, "red", "NCCL_SOCKET_IFNAME=ib fits none"),
+        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "eth"}, "green", "eth1"),
+        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "=eth"}, "red", "fits none"),
+    ],
+)
+def test_the_address_that_other_machines_are_told(resolved, environment, colour, words):
+    interfaces = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]}
+    addresses = network.HostAddresses("node1", resolved, interfaces, way_out="10.0.0.5")
+    found = network.check_address(addresses, 2, 8, environment)
+    assert found.colour == colour and words in found.text
+    if colour == "red":
+        assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface that leads to the first machine
+    alone = network.check_address(addresses, 1, 8, environment)
+    assert alone.colour == "green"
+
+
+def test_the_hub_never_blocks_and_is_never_red(monkeypatch):
+    assert network.check_hub({"HF_HUB_OFFLINE": "1"}).colour == "green"
+    found = network.check_hub({"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert found.colour == "yellow" and "http://127.0.0.1:9" in found.text
+    monkeypatch.setattr(network, "HUB_SECONDS", 0.1)
+    assert network.in_background(lambda: threading.Event().wait())().colour == "yellow"

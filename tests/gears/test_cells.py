@@ -1,0 +1,59 @@
+"""`make cells`: the committed table of gears and methods is still true: its diagonal, and each day some of the rest."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gearbox.config.gear import gear_names
+from support import matrix
+from support.gears import disk_operations_are_built
+from support.ranks import skip_loading_back
+
+pytestmark = [pytest.mark.long, pytest.mark.cells, pytest.mark.ranks]
+GEARS, METHODS = gear_names(), list(matrix.COLUMNS)
+DIAGONAL = [(gear, METHODS[i % len(METHODS)]) for i, gear in enumerate(GEARS)]
+REST = [(gear, method) for gear in GEARS for method in METHODS if (gear, method) not in DIAGONAL]
+NUM_ROTATING = 4  # a day, of about 100
+FIRST = datetime.now(UTC).toordinal() * NUM_ROTATING
+ROTATING = [REST[i % len(REST)] for i in range(FIRST, FIRST + NUM_ROTATING)]
+
+
+def test_the_table_has_every_cell():
+    table = matrix.read_table()
+    assert {*table} == {*DIAGONAL, *REST}
+    assert {*table.values()} == {"yes", "refused"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    return matrix.Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize(("gear", "method"), [*DIAGONAL, *ROTATING])
+def test_a_cell_is_what_the_table_says(running, monkeypatch, gear, method):
+    """If it is not: mend what broke, or make the table anew (make matrix)."""
+    if gear == "zero3_nvme" and not disk_operations_are_built():
+        pytest.skip("DeepSpeed would build its disk operations for minutes; make matrix does")
+    skip_loading_back(monkeypatch)
+    cell = running.cell(gear, method)
+    assert cell.mark == matrix.read_table()[gear, method], cell.why
+
+
+def test_a_cell_that_breaks_is_seen(monkeypatch, tmp_path):
+    """Each stage of a cell, broken."""
+    from gearbox.checkpoint import folders
+    from gearbox.distributed import sharded_state
+
+    skip_loading_back(monkeypatch)
+    running = matrix.Matrix(tmp_path)
+    running.reference("full")
+    wrong = [
+        (sharded_state, "_make_state", lambda *_: None, ("train", "save")),
+        (folders, "commit", lambda *_: None, ("train",)),
+    ]
+    for owner, name, broken, passed in wrong:
+        with monkeypatch.context() as here:
+            here.setattr(owner, name, broken)
+            here.setattr(running, "folder", Path(tmp_path / name))
+            assert running.cell("ddp", "full").passed == passed

@@ -1,0 +1,39 @@
+"""Every gear, started cold as the README writes it."""
+
+import pytest
+import yaml
+
+from gearbox import ROOT
+from support.cold import last_line, shell, small
+from support.gears import disk_operations_are_built
+
+pytestmark = pytest.mark.cold
+
+GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("gear", GEARS)
+def test_every_gear(tmp_path, chats, gear):
+    if gear == "zero3_nvme" and not disk_operations_are_built():
+        pytest.skip("DeepSpeed would build its disk operations for minutes; make matrix does")
+    if gear == "ring":
+        outcome = shell(
+            f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"
+        )
+        assert outcome.returncode == 1 and "ring attention runs on GPUs only" in last_line(outcome.stderr)
+        return
+    outcome = shell(
+        f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    folder = tmp_path / "runs" / f"tiny-{gear}"
+    assert f"the model lies in {folder}/model" in last_line(outcome.stdout)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "base", "checkpoints", "lock", "metrics.jsonl", "model", "report.html", "resolved.yaml", "status.json",
+        "tensorboard",
+    ]  # fmt: skip
+    ranks = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
+    assert f"ranks{ranks:>20}" in outcome.stdout
+    for line in ("held-out loss", "before", "after", "loaded back in a fresh process", "no GPU: rehearsal"):
+        assert outcome.stdout.count(line) == (2 if line in ("before", "after", "held-out loss") else 1), line
+    assert "Warning" not in outcome.stderr, outcome.stderr

@@ -1,0 +1,204 @@
+"""What a gear costs: bytes that a rank holds and bytes that it sends, counted in real steps, against theory."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gearbox.distributed.unwrap import unwrap_optimizer
+from support.faults import Step, at_step, patch_step
+from support.methods import METHODS
+
+
+def local(tensor):
+    """What this rank holds of a tensor, under any engine."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)
+
+
+def num_bytes(tensors) -> int:
+    """Of distinct storages."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+
+
+def found(train, monkeypatch, folder: Path, look, gear: str, *overrides: str, ranks: int) -> list[dict]:
+    """What look(step) returns on each rank for the second step, which it takes itself."""
+
+    def keep(step: Step) -> None:
+        (folder / f"{step.rank}.json").write_text(json.dumps(look(step)))
+
+    with monkeypatch.context() as here:
+        patch_step(here, at_step(2, keep))
+        outcome = train(gear, "train.steps=2", *overrides, ranks=ranks)
+    assert set(outcome.codes) == {0}, outcome.output
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+# --------------------------------------------------------------------------- held
+
+
+def held(step: Step) -> dict:
+    """Bytes between two steps (parameters, optimizer), and of the gradients when the optimizer takes its step."""
+    model = step.model
+    engine = getattr(model, "optimizer", None)  # ZeRO's
+    gradients = []
+
+    def count(*_, **__):
+        if engine is None:
+            parts = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        elif hasattr(engine, "grad_partitions_flat_buffer"):
+            parts = [engine.grad_partitions_flat_buffer]
+        else:  # parts of buckets, which are filled anew
+            parts = [t.clone() for kept in engine.averaged_gradients.values() for t in kept or () if t is not None]
+        gradients.append(num_bytes(parts))
+
+    base = unwrap_optimizer(step.optimizer)
+    if engine is None:
+        base.register_step_pre_hook(count)
+    else:
+        usual = engine.step
+        engine.step = lambda *a, **k: (count(), usual(*a, **k))[1]
+    step.take()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    parameters = [local(p) for p in model.parameters()]
+    masters = [p for group in base.param_groups for p in group["params"]] if engine is not None else []
+    masters += getattr(engine, "fp32_partitioned_groups_flat", [])
+    states = [local(t) for state in base.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    trained = num_bytes(local(p) for p in model.parameters() if p.requires_grad)
+    return {
+        "parameters": num_bytes(parameters), "masters": num_bytes(masters), "trained": trained,
+        "gradients": gradients[0], "optimizer": num_bytes(states),
+    }  # fmt: skip
+
+
+# Shares of what one device holds: weights, gradients, optimizer state, and ZeRO's masters of the trained weights, which
+# it has beside them.
+SHARES = {
+    ("ddp", 2): (1, 1, 1, 0),
+    ("fsdp", 2): (1 / 2, 1 / 2, 1 / 2, 0),
+    ("fsdp_offload", 2): (1 / 2, 1 / 2, 1 / 2, 0),
+    ("hsdp", 4): (1 / 2, 1 / 2, 1 / 2, 0),
+    ("zero1", 2): (1, None, 1 / 2, 1 / 2),  # gradients lie in one buffer until they are reduced
+    ("zero2", 2): (1, 1 / 2, 1 / 2, 1 / 2),
+    ("zero3", 2): (1 / 2, 1 / 2, 1 / 2, 1 / 2),
+    ("zero3_offload", 2): (1 / 2, 1 / 2, 1 / 2, 1 / 2),
+    ("ulysses", 2): (1 / 2, 1 / 2, 1 / 2, 1 / 2),
+    ("tp", 2): (1 / 2, 1 / 2, 1 / 2, 0),
+    ("fsdp_tp", 4): (1 / 4, 1 / 4, 1 / 4, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return {}
+
+
+# Adapters where engines treat frozen weights otherwise; under tp they are cut in part alone, and NF4 is refused there.
+CASES = [(*case, "full") for case in SHARES] + [
+    (*case, method) for case in (("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)) for method in ("lora", "qlora")
+]
+
+
+@pytest.mark.parametrize(("gear", "ranks", "method"), CASES)
+def test_bytes_held(train, monkeypatch, tmp_path, whole, gear, ranks, method):
+    if method not in whole:
+        (whole[method],) = found(train, monkeypatch, tmp_path, held, "single", *METHODS[method], ranks=1)
+    one, shares = whole[method], SHARES[gear, ranks]
+    for mine in found(train, monkeypatch, tmp_path, held, gear, *METHODS[method], ranks=ranks):
+        expected = {
+            "parameters": one["parameters"] * shares[0], "gradients": one["gradients"] * (shares[1] or 0),
+            "optimizer": one["optimizer"] * shares[2], "masters": one["trained"] * shares[3],
+        }  # fmt: skip
+        for what, theory in expected.items():
+            if what == "gradients" and shares[1] is None:
+                continue
+            assert mine[what] == pytest.approx(theory, rel=0.05), what
+
+
+# --------------------------------------------------------------------------- sent
+
+
+class Sent(TorchDispatchMode):
+    """Bytes by collective: what is reduced, what is gathered (whole), what is reduced and scattered (whole)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            operation = name.split("::")[1]
+            if "allreduce" in operation or "all_reduce" in operation:
+                self.bytes["all-reduce"] += sum(t.nbytes for t in flat(args[0]))
+            elif "allgather" in operation:
+                self.bytes["all-gather"] += sum(t.nbytes for t in flat(args[0]))
+            elif "reduce_scatter" in operation:
+                self.bytes["reduce-scatter"] += sum(t.nbytes for t in flat(args[1]))
+            else:
+                self.bytes[operation] += 0
+        return func(*args, **(kwargs or {}))
+
+
+def flat(value) -> list[torch.Tensor]:
+    return [value] if torch.is_tensor(value) else [t for each in value for t in flat(each)]
+
+
+def sent(step: Step) -> dict:
+    with Sent() as counted:
+        step.take()
+    sizes = {
+        "N": sum(4 * getattr(p, "ds_numel", p.numel()) for p in step.model.parameters()),
+        "trained": sum(4 * getattr(p, "ds_numel", p.numel()) for p in step.model.parameters() if p.requires_grad),
+    }
+    return {**counted.bytes, **sizes, "micro_batches": len(step.batch.micro_batches)}
+
+
+def per_micro_batch(counted: dict) -> float:
+    """In units of the weights' bytes: a ring's all-reduce sends what it reduces twice, the others once."""
+    total = 2 * counted.get("all-reduce", 0) + counted.get("all-gather", 0) + counted.get("reduce-scatter", 0)
+    return total / counted["N"] / counted["micro_batches"]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of whose weights nearly all lie in the layers, which are gathered twice; the outermost ones once."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from gearbox import ROOT
+    from gearbox.model import random_init
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+    config = random_init.shrink_config(AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
+    config.num_hidden_layers = 12
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    random_init.write_random(config, tokenizer, 0, folder)
+    return ("run.rehearse=false", "model.init=pretrained", f"model.name={folder}")
+
+
+def test_ddp_reduces_once_a_step(train, monkeypatch, tmp_path, deep):
+    """2N a step, however many micro batches: none during accumulation."""
+    for rows in (2, 6):
+        for counted in found(train, monkeypatch, tmp_path, sent, "ddp", *deep, f"batch.rows={rows}", ranks=2):
+            assert counted["micro_batches"] == rows / 2
+            assert per_micro_batch(counted) * counted["micro_batches"] == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize("gear", ["fsdp", "zero3"])
+def test_sharded_gears_send_three_times_the_weights_a_micro_batch(train, monkeypatch, tmp_path, deep, gear):
+    for counted in found(train, monkeypatch, tmp_path, sent, gear, *deep, ranks=2):
+        assert counted["micro_batches"] == 3
+        assert per_micro_batch(counted) == pytest.approx(3, rel=0.05)
+
+
+def test_an_adapter_sends_its_own_bytes(train, monkeypatch, tmp_path, deep):
+    for counted in found(train, monkeypatch, tmp_path, sent, "ddp", *deep, "adapter.method=lora", ranks=2):
+        assert counted["trained"] < counted["N"] / 2
+        assert counted["all-reduce"] == pytest.approx(counted["trained"], rel=0.05)

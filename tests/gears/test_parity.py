@@ -1,0 +1,154 @@
+"""Every gear trains the same model: same rows, same loss at every step, same weights at the end."""
+
+import pytest
+import torch
+
+from gearbox import ROOT
+from support.breakages import averaged_per_micro_batch, clipped_at_auto, scheduled_by_rank
+from support.gears import disk_operations_are_built
+from support.methods import METHODS
+
+STEPS = 20
+# With its usual eps AdamW does not see a constant factor in the gradients, such as another clip, or a mean over the
+# ranks that should be a sum. With eps near the gradients' own size (0.5 / sqrt(120,000 weights) = 1.4e-3) it does.
+FULL = (
+    "optim.lr=5e-3",
+    "optim.eps=1e-3",
+    "optim.max_grad_norm=0.5",
+    f"train.steps={STEPS}",
+    "schedule.warmup=3",
+)
+ADAPTERS = ("optim.lr=1e-2",)  # which have few weights
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, chats):
+    """The run of each method on one device, made once."""
+    made = {}
+
+    def get(method: str, train):
+        if method not in made:
+            made[method] = checked(train("single", *FULL, *changes_of(method)))
+        return made[method]
+
+    return get
+
+
+def changes_of(method: str) -> tuple[str, ...]:
+    return METHODS[method] + (() if method == "full" else ADAPTERS)
+
+
+def checked(outcome):
+    assert set(outcome.codes) == {0}, outcome.output
+    outcome.kept_losses, outcome.kept_weights = outcome.losses, outcome.weights
+    outcome.kept_hashes = [line["rows_hash"] for line in outcome.lines("rows_hash")]
+    outcome.kept_norms = [line["grad_norm"] for line in outcome.lines("grad_norm")]
+    return outcome
+
+
+def worst(ours, theirs) -> float:
+    assert len(ours) == len(theirs)
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_same(outcome, reference, loss_tolerance: float, weight_tolerance: float) -> None:
+    assert len(outcome.kept_losses) == STEPS
+    assert outcome.kept_hashes == reference.kept_hashes
+    assert worst(outcome.kept_losses, reference.kept_losses) < loss_tolerance
+    assert worst(outcome.kept_norms, reference.kept_norms) < 100 * loss_tolerance
+    assert outcome.kept_weights.keys() == reference.kept_weights.keys()
+    for name, tensor in outcome.kept_weights.items():
+        assert torch.allclose(tensor, reference.kept_weights[name], rtol=0, atol=weight_tolerance), name
+
+
+@pytest.mark.parametrize(
+    ("gear", "ranks"),
+    [
+        ("ddp", 2),
+        ("ddp", 3),
+        ("ddp", 4),
+        ("fsdp", 2),
+        ("fsdp", 3),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("fsdp_offload", 2),
+        ("zero3_offload", 2),
+        ("hsdp", 4),
+        ("tp", 2),
+        ("fsdp_tp", 4),
+        ("ulysses", 2),
+        ("ulysses", 4),
+        ("pp", 2),
+        ("pp", 4),
+        ("fsdp", 4),
+        ("zero3", 4),
+        ("zero3_nvme", 2),
+    ],
+)
+def test_full(train, single, gear, ranks):
+    if gear == "zero3_nvme" and not disk_operations_are_built():
+        pytest.skip("DeepSpeed would build its disk operations for minutes; make matrix does")
+    reference = single("full", train)
+    assert reference.kept_norms[0] > 0.5, "the clip must bite, or its absence would not be noticed"
+    assert_same(checked(train(gear, *FULL, ranks=ranks)), reference, 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize(("gear", "few", "many"), [("ddp", 2, 4), ("fsdp", 2, 3)])
+def test_other_ranks_of_one_gear(train, gear, few, many):
+    two, more = (checked(train(gear, *FULL, ranks=ranks)) for ranks in (few, many))
+    assert worst(more.kept_losses, two.kept_losses) < 1e-6
+
+
+@pytest.mark.parametrize(("gear", "method"), [("fsdp", "qlora"), ("zero3", "lora")])  # the others: make matrix
+def test_adapters(train, single, gear, method):
+    outcome = checked(train(gear, *FULL, *changes_of(method), ranks=2))
+    assert_same(outcome, single(method, train), 1e-4, 1e-4)
+    moved = [name for name, tensor in outcome.kept_weights.items() if "lora_B" in name and tensor.abs().max() > 0]
+    assert len(moved) == 14, "7 linear layers in each of 2 layers have an adapter that was trained and saved"
+
+
+@pytest.mark.parametrize("gear", ["tp", "ulysses", "pp"])
+def test_norms_of_heads(train, tmp_path, gear):
+    """Qwen3's: their gradients are added over the ranks that share the heads, once for each micro batch."""
+    from transformers import AutoTokenizer, Qwen3Config
+
+    from gearbox.model import random_init
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, pad_token_id=0, eos_token_id=3, **shape
+    )
+    random_init.write_random(config, tokenizer, 0, tmp_path / "qwen3")
+    given = (*FULL, "run.rehearse=false", "model.init=pretrained", f"model.name={tmp_path / 'qwen3'}", "train.steps=5")
+    alone, outcome = checked(train("single", *given)), checked(train(gear, *given, ranks=2))
+    assert worst(outcome.kept_losses, alone.kept_losses) < 1e-5
+    for name, tensor in outcome.kept_weights.items():
+        assert torch.allclose(tensor, alone.kept_weights[name], rtol=0, atol=1e-4), name
+
+
+def test_64_rows_on_3_ranks(train):
+    """64 = 21 x 3 + 1: the last round is filled with empty rows, which count nothing."""
+    changes = ("batch.rows=64", "batch.micro_rows=5")
+    alone, three = train("single", *changes), train("ddp", *changes, ranks=3)
+    assert set(alone.codes + three.codes) == {0}, alone.output + three.output
+    assert three.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+# Each must be far outside the tolerance, or the tests above would not notice it.
+@pytest.mark.parametrize("breakage", [averaged_per_micro_batch, scheduled_by_rank, clipped_at_auto])
+def test_breakage_is_noticed(train, single, monkeypatch, breakage):
+    reference = single("full", train)
+    breakage(monkeypatch)
+    broken = checked(train("zero2", *FULL, ranks=2))
+    assert worst(broken.kept_losses, reference.kept_losses) > 1e-3
+
+
+@pytest.mark.parametrize("gear", ["single", "ddp", "fsdp", "zero3"])
+def test_checkpointing_and_micro_batches_change_nothing(train, gear):
+    ranks = 1 if gear == "single" else 2
+    plain = train(gear, "batch.micro_rows=1", ranks=ranks)
+    other = train(gear, "batch.micro_rows=3", "model.gradient_checkpointing=true", ranks=ranks)
+    assert set(plain.codes + other.codes) == {0}, plain.output + other.output
+    assert other.losses == pytest.approx(plain.losses, rel=1e-6)

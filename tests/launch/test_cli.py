@@ -1,0 +1,94 @@
+"""What mistakes bring: one line on the screen, and exit code 2."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gearbox import ROOT
+from support.cold import last_line, shell, small
+
+pytestmark = pytest.mark.cold
+
+
+@pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
+def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
+    line = (
+        f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py optim.lrr=1 run.dir={tmp_path}/r"
+    )
+    outcome = shell(line + " 2>&1")
+    assert outcome.returncode == 1
+    said = "gearbox: recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"
+    assert last_line(outcome.stdout) == said
+    assert outcome.stdout.count(said) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
+        ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
+        ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
+        ("train.py run.resume=latest run.name=none", "holds no run 'none'"),
+        ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
+        ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
+        ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),
+        ("launch.py", "usage: python src/launch.py GEAR [--doctor] [RECIPE]"),
+        ("launch.py ddp --num_processes 3", "write the launcher's flags as --num_processes=VALUE"),
+        ("launch.py zero2 optim.max_grad_norm=x", "optim.max_grad_norm: input should be a valid number"),
+        ("ask.py /nowhere hello", "/nowhere: holds no model"),
+    ],
+)
+def test_python_src_says_it_in_one_line_with_code_2(tmp_path, line, said):
+    outcome = shell(f"python src/{line}" + ("" if "=" not in line else f" run.dir={tmp_path}/r"))
+    assert outcome.returncode == 2
+    assert len(outcome.stderr.strip().splitlines()) == 1, outcome.stderr
+    assert outcome.stderr.startswith("gearbox: ")
+    assert said in outcome.stderr
+    assert not list(tmp_path.glob("r/*"))
+
+
+def test_launch_says_what_only_the_ranks_can_know(tmp_path, chats):
+    """Found after the start of torch, by all ranks: still one line, still code 2."""
+    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small(tmp_path, chats)} 'model.add_tokens=[<|end|>]'")
+    assert outcome.returncode == 2
+    assert last_line(outcome.stderr) == (
+        "gearbox: model.add_tokens: '<|end|>' is a token of recipes/tiny already; take it out"
+    )
+    assert not (tmp_path / "runs").exists(), "no half-written folder"
+
+
+def test_out_of_memory_says_what_to_change():
+    """No GPU here to fill: the command raises torch's own error."""
+    outcome = shell(
+        "cd src && python -c 'import torch; from gearbox.launch import cli\n"
+        'def main(_): raise torch.OutOfMemoryError("CUDA out of memory")\n'
+        "cli.run(main)'"
+    )
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("gearbox: out of GPU memory: lower batch.micro_rows")
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["optim.lrr=1"], "gearbox: recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
+        (["recipes/tny.yaml"], "gearbox: recipes/tny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
+        (["--lr", "1"], "gearbox: --lr 1: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
+    ],
+)
+def test_a_mistake_ends_the_script_in_one_line_without_torch(tmp_path, arguments, said):
+    for name in ("torch", "transformers", "accelerate"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit(77)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    script = [sys.executable, "src/train.py"]
+    ended = subprocess.run([*script, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (2, said + "\n", "")
+    if not said.endswith("1e-5"):
+        return
+    right = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert right.returncode == 77, "the fake torch must be the one that a right recipe imports"

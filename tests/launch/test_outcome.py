@@ -1,0 +1,21 @@
+"""How a run ended is told to its launcher and in its folder."""
+
+from gearbox.launch import outcome
+from gearbox.launch.outcome import read_outcome, write_outcome
+
+
+def test_the_outcome_is_what_status_json_says(tmp_path, monkeypatch):
+    monkeypatch.setenv(outcome.OUTCOME_FILE, str(tmp_path / "outcome"))
+    (tmp_path / "run").mkdir()
+    outcome.write_outcome("saved", "text", tmp_path / "run", step=3)
+    assert outcome.read_outcome(tmp_path / "outcome") == outcome.read_outcome(tmp_path / "run" / "status.json")
+    assert outcome.read_outcome(tmp_path / "nowhere") == {}
+
+
+def test_status_is_written_in_place_where_it_cannot_be_replaced(mounted, capsys):
+    with mounted() as runs:
+        for outcome in ("running", "done"):
+            write_outcome(outcome, "text", runs)
+            assert read_outcome(runs / "status.json")["outcome"] == outcome
+        assert [path.name for path in runs.iterdir()] == ["status.json"]
+    assert capsys.readouterr().err == ""

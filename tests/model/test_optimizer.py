@@ -1,0 +1,71 @@
+"""Guards the optimizer: the rate of each step, what decays, and that bitsandbytes' can step on shards."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from gearbox.config.recipe import Optim, Schedule
+from gearbox.model.optimizer import learning_rate, make_optimizer
+
+
+def rates(num_steps: int, **schedule) -> list[float]:
+    return [learning_rate(step, num_steps, Optim(lr=0.5), Schedule(**schedule)) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_the_warmup_rises_in_equal_parts_to_the_peak(name):
+    found = rates(100, name=name, warmup=5)
+    assert found[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert max(found) == 0.5 and min(found) > 0
+
+
+def test_the_rate_falls_as_its_name_says():
+    cosine, linear = rates(101, name="cosine", warmup=1), rates(101, name="linear", warmup=1)
+    assert rates(101, name="constant", warmup=1) == [0.5] * 101
+    assert cosine[26] == pytest.approx(0.25 * (1 + 2**-0.5)) and linear[26] == pytest.approx(0.375)
+    assert cosine[51] == pytest.approx(0.25) and linear[51] == pytest.approx(0.25)
+    assert cosine[-1] == pytest.approx(0.25 * (1 - torch.cos(torch.tensor(torch.pi / 100)).item()), abs=1e-6)
+    assert linear[-1] == pytest.approx(0.005)
+    for falling in (cosine, linear):
+        assert falling[1:] == sorted(falling[1:], reverse=True)
+
+
+def test_without_warmup_the_first_step_has_the_peak():
+    assert rates(10, name="cosine")[0] == rates(10, name="linear")[0] == 0.5
+    assert rates(1, name="cosine") == [0.5]
+
+
+def test_biases_norms_and_frozen_weights_do_not_decay():
+    model = torch.nn.ModuleDict({"proj": torch.nn.Linear(4, 4), "frozen": torch.nn.Linear(4, 4),
+                                 "input_layernorm": torch.nn.LayerNorm(4)})  # fmt: skip
+    model["frozen"].requires_grad_(False)
+    optim = Optim(lr=0.125, weight_decay=0.25, betas=(0.5, 0.75), eps=1e-3)
+    optimizer = make_optimizer(model, optim)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {"proj.weight": 0.25, "proj.bias": 0, "input_layernorm.weight": 0, "input_layernorm.bias": 0}
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"])
+def test_bitsandbytes_adamw_is_torchs(name):
+    """On a CPU too; 8 bits are near."""
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(64, 128)
+    theirs = deepcopy(ours)
+    numbers = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    pair = [
+        (ours, make_optimizer(ours, Optim(name=name, **numbers))),
+        (theirs, make_optimizer(theirs, Optim(**numbers))),
+    ]
+    for _ in range(20):
+        inputs, targets = torch.randn(32, 64), torch.randn(32, 128)
+        for model, optimizer in pair:
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+    far = (ours.weight - theirs.weight).abs().max().item()
+    assert far < 1e-6 if "8bit" not in name else 1e-5 < far < 1e-2

@@ -1,0 +1,134 @@
+"""The balance of experts: its loss and gradient are those of its definition, in any micro batch."""
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.data.batches import IGNORE_INDEX
+from gearbox.errors import UserError
+from gearbox.model import loading, loss, probes, random_init, router_loss
+from support.experts import CHOSEN, EXPERTS, FAMILIES, LAYERS, SMALL, TOKENIZER, WEIGHT, config_of
+
+
+def make(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    """Three rows: full, padded behind its last target, without any target."""
+    torch.manual_seed(1)
+    labels = torch.randint(1, 260, (3, 19)).masked_fill(torch.rand(3, 19) < 0.3, IGNORE_INDEX)
+    labels[1, 11:] = IGNORE_INDEX
+    labels[1, 10] = 7
+    labels[2] = IGNORE_INDEX
+    rows = torch.randint(1, 260, (3, 19))
+    return {"input_ids": rows, "labels": labels, "position_ids": torch.arange(19).repeat(3, 1)}
+
+
+def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy and the unbalance, token by token and expert by expert, from transformers' own outputs."""
+    given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    outputs = untouched(**given, output_router_logits=True)
+    assert len(outputs.router_logits) == LAYERS
+    labels = batch["labels"]
+    lost = []
+    for row, targets in enumerate(labels):
+        places = (targets != IGNORE_INDEX).nonzero().flatten().tolist()
+        if not places:
+            continue
+        tokens = range(places[-1] + 1)
+        for logits in outputs.router_logits:
+            probabilities = logits.view(*labels.shape, EXPERTS)[row].softmax(-1)
+            for expert in range(EXPERTS):
+                share = sum(expert in probabilities[t].topk(CHOSEN).indices for t in tokens) / len(tokens)
+                mean = sum(probabilities[t, expert] for t in tokens) / len(tokens)
+                lost.append(EXPERTS * share * mean * len(places) / LAYERS)
+    entropy = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return entropy, torch.stack(lost).sum()
+
+
+@pytest.mark.parametrize("asked", [None, 0.5, 0])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_loss_is_cross_entropy_and_the_weighted_unbalance(family, batch, asked, checkpointing):
+    entropy, unbalance = plain(make(family), batch)
+    installed = make(family)
+    loss.install_loss(installed, asked)
+    if checkpointing:
+        installed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    weight = WEIGHT if asked is None else asked
+    assert router_loss.router_weight(installed) == weight
+    found = installed(**batch)
+    assert torch.allclose(found, entropy + weight * unbalance, rtol=1e-5)
+    assert abs(found / entropy - 1) > 1e-3 or not weight, "the test could not see it"
+    found.backward()
+    assert router_loss.pop_router_loss(installed).item() == pytest.approx(unbalance.item() if weight else 0, rel=1e-5)
+    assert router_loss.pop_router_loss(installed).item() == 0
+    with torch.no_grad():
+        each, _ = installed(**batch)
+    assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation is without it"
+    probes.check_loss(installed, 260, torch.device("cpu"), tolerance=1e-4)
+
+
+def test_its_gradient_is_that_of_the_plain_one(family, batch):
+    untouched, installed = make(family), make(family)
+    loss.install_loss(installed)
+    entropy, unbalance = plain(untouched, batch)
+    (entropy + WEIGHT * unbalance).backward()
+    installed(**batch).backward()
+    right = dict(untouched.named_parameters())
+    for name, parameter in installed.named_parameters():
+        assert (parameter.grad - right[name].grad).abs().max() <= 1e-4 * right[name].grad.abs().max(), name
+    without = make(family)
+    loss.install_loss(without, 0)
+    without(**batch).backward()
+    ours, others = (one.model.layers[0].mlp.gate.weight.grad for one in (installed, without))
+    assert (ours - others).abs().max() > 1e-3
+
+
+def test_rows_have_the_same_unbalance_in_any_micro_batch(family, batch):
+    """Transformers' own has not: it is one figure of all tokens in a batch."""
+    installed = make(family)
+    loss.install_loss(installed)
+    whole = installed(**batch)
+    parts = [installed(**{name: tensor[row : row + 1] for name, tensor in batch.items()}) for row in range(3)]
+    assert torch.allclose(sum(parts), whole, rtol=1e-6)
+    narrow = {name: tensor[1:2, :11] for name, tensor in batch.items()}  # without its padding
+    assert torch.allclose(installed(**narrow), parts[1], rtol=1e-6)
+
+
+def test_with_adapters(family, batch):
+    adapted = make(family)
+    entropy, unbalance = plain(make(family), batch)
+    adapted = peft.get_peft_model(adapted, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+    loss.install_loss(adapted)
+    assert torch.allclose(adapted(**batch), entropy + WEIGHT * unbalance, rtol=1e-5)
+
+
+def test_a_dense_model_has_none_and_refuses_one():
+    config = transformers.LlamaConfig(**{key: SMALL[key] for key in list(SMALL)[:7]})
+    dense = transformers.LlamaForCausalLM(config)
+    loss.install_loss(dense)
+    assert router_loss.router_weight(dense) == 0
+    loss.install_loss(dense, 0)
+    with pytest.raises(UserError, match=r"model\.router_loss: llama is no mixture of experts .*; set it to null"):
+        loss.install_loss(dense, 0.01)
+
+
+def test_experts_are_not_quantized(family, tmp_path):
+    random_init.write_random(config_of(family), TOKENIZER, 0, tmp_path / "base")
+    base = str(tmp_path / "base")
+    overrides = [f"model.name={base}", "adapter.method=lora", "model.quantize=nf4"]
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", overrides)
+    with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
+        loading.load(base, recipe, TOKENIZER, "no")

@@ -1,0 +1,51 @@
+"""What metrics.jsonl records, whatever the disk does."""
+
+import errno
+import os
+import resource
+
+import pytest
+
+from gearbox.reporting import metrics
+from support.faults import STEPS
+
+
+def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_file_size):
+    """Lines that cannot be written wait until they can, and none is written by half."""
+    usual, counted = metrics.append, [0]
+
+    def append(path, text):
+        counted[0] += 1
+        if 3 <= counted[0] <= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        usual(path, text)
+
+    monkeypatch.setattr(metrics, "append", append)
+    outcome = train("single", *STEPS, "save.every=0")
+    assert outcome.codes == [0], outcome.output
+    assert outcome.output.count("metrics.jsonl cannot be written: No space left on device; its lines wait") == 1
+    assert [line["step"] for line in outcome.lines("loss")] == list(range(1, 9))
+    usual(tmp_path / "lines", "one\n")
+    limit_of_file_size(8)
+    with pytest.raises(OSError, match="File too large"):
+        usual(tmp_path / "lines", "another line\n")
+    limit_of_file_size(resource.RLIM_INFINITY)
+    assert (tmp_path / "lines").read_text() == "one\n"
+
+
+TRAINING_KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "rows_hash", "seconds",
+    "memory_peak_bytes", "num_skipped",
+}  # fmt: skip
+
+
+def test_metrics_have_the_documented_keys(train):
+    outcome = train("ddp", "train.steps=4", "eval.every=2", "eval.fraction=0.2", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    lines = outcome.lines("loss")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(set(line) == TRAINING_KEYS for line in lines)
+    assert [line["step"] for line in outcome.lines("eval_loss")] == [0, 2, 4]
+    assert lines[-1]["tokens"] > lines[-1]["tokens_supervised"] > 0
+    assert len({line["rows_hash"] for line in lines}) == 4
+    assert outcome.output.count("step 4/4") == 2, "the last step and the last evaluation, each from one rank"

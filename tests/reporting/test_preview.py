@@ -1,0 +1,112 @@
+"""Guards what people see of the data: counts that add up, and exactly the supervised tokens marked."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from gearbox import ROOT
+from gearbox.reporting import preview
+from support.documents import Made
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Run src/preview.py on a file of these records."""
+    path = tmp_path / "a.jsonl"
+
+    def run(records: list, *arguments: str) -> subprocess.CompletedProcess:
+        path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n")
+        command = [sys.executable, "src/preview.py", f"data.path={path}", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def chat(question: str, answer: str) -> dict:
+    return {"instruction": question, "output": answer}
+
+
+@pytest.mark.cold
+def test_documents_and_counts(call):
+    records = [chat(f"q{i}", "é a") for i in range(40)] + [chat("q1", "é a"), chat("x" * 200, "a"), "{"]
+    done = call(records, "--rows", "2", "eval.fraction=0.2", "data.on_bad_row=skip", "batch.row_tokens=64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    shown = [line for line in lines if line.startswith("<|user|>")]
+    assert len(shown) == 2 and all(
+        re.fullmatch(r"<\|user\|>q\d+<\|end\|><\|assistant\|>«é a<\|end\|>»", s) for s in shown
+    )
+    facts = {line[:24].strip(): line[24:] for line in lines if re.match(r"(documents|tokens|rows) +\S", line)}
+    read, trained, held_out, dropped = (int(n) for n in re.findall(r"\d+", facts["documents"])[:4])
+    assert (read, dropped) == (43, 2) and read == trained + held_out + dropped and held_out > 0
+    assert "1 no supervised token before the cut" in facts["documents"] and "1 is not JSON" in facts["documents"]
+    assert "1 duplicates" in facts["tokens"]
+    filled, padding = (float(n) for n in re.findall(r"([\d.]+)%", facts["rows"]))
+    assert filled + padding == pytest.approx(100, abs=0.11)
+
+
+@pytest.mark.cold
+def test_one_line_of_json_a_document_in_file_order(call, tokenizer):
+    records = [chat("q", "a"), "{", chat("x" * 99, "a"), chat("long", "b" * 99), {"instruction": "q", "output": None}]
+    done = call(records, "--json", "eval.fraction=0", "data.on_bad_row=skip", "batch.row_tokens=32")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["place"].rpartition(":")[2] for line in lines] == ["1", "2", "3", "4", "5"]
+    assert [line["use"] for line in lines] == ["trained", "dropped", "dropped", "trained", "dropped"]
+    assert [line.get("reason", "")[:16] for line in lines] == [
+        "",
+        "is not JSON: Exp",
+        "no supervised to",
+        "",
+        "output: is null",
+    ]
+    assert all(len(line["input_ids"]) == len(line["supervised"]) for line in lines)
+    assert {flag for line in lines for flag in line["supervised"]} == {0, 1}
+    texts = [
+        tokenizer.decode([t for t, flag in zip(line["input_ids"], line["supervised"], strict=True) if flag])
+        for line in lines
+    ]
+    assert texts[0] == "a<|end|>" and texts[3] == "b" * (32 - len("long") - 3) and len(lines[3]["input_ids"]) == 32
+
+
+@pytest.mark.cold
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(chat(f"q{i}", "a" * 500)) for i in range(200)))
+    line = f"{sys.executable} src/preview.py data.path={path} batch.row_tokens=1024 --json | head -n 1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["place"].startswith(str(path))
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.cold
+def test_mistakes_are_one_line(call):
+    for arguments, said in [
+        (["--rows", "many"], "usage: python src/preview.py"),
+        (["--jsn"], "the arguments are [RECIPE]"),
+        (["data.supervise=us"], "data.supervise: input should be 'assistant', 'last' or 'all', found 'us'"),
+    ]:
+        done = call([chat("q", "a")], *arguments)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_colours_in_a_terminal_and_marks_elsewhere(tokenizer):
+    words = tokenizer("ab€cd", add_special_tokens=False)["input_ids"]
+    made = Made([words], [[0, 0, 1, 1, 1, 1, 0]])
+    made.location = lambda document: "x:1"
+    documents = preview.first_documents(made.rows(16), tokenizer, 5)
+    assert documents == [("x:1", [("ab", False), ("€c", True), ("d", False)])]
+    for terminal, expected in ((True, "\x1b[2mab\x1b[0m\x1b[1;32m€c\x1b[0m\x1b[2md\x1b[0m"), (False, "ab«€c»d")):
+        screen = Console(force_terminal=terminal, color_system="standard" if terminal else None, width=80)
+        with screen.capture() as captured:
+            preview.show(screen, documents)
+        assert captured.get().splitlines()[1] == expected
+
+
+def test_a_long_document_is_shown_at_both_ends():
+    text = preview.styled([("a" * 500, False), ("b" * 500, True)], colours=True, num_characters=100)
+    assert text.plain == "a" * 50 + " [... 900 characters ...] " + "b" * 50

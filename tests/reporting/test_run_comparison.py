@@ -1,0 +1,262 @@
+"""src/parity.py: gears that train alike pass, and whatever parts them is found, with its step and its parameter."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import parity as script
+from gearbox import ROOT
+from gearbox.config.gear import Gear
+from gearbox.errors import UserError
+from gearbox.launch import supervisor
+from gearbox.model import optimizer
+from gearbox.reporting import run_comparison
+from support.breakages import averaged_per_micro_batch, clipped_at_auto
+from support.ranks import run_ranks, skip_loading_back
+from support.repository import HEAVY
+
+SMALL = ("batch.rows=6", "batch.row_tokens=128", "batch.micro_rows=1", "optim.max_grad_norm=0.5")
+
+
+def rows(said: str) -> dict[str, str]:
+    """The lines of the table by their gear."""
+    lines = [line.strip() for line in said.split(" verdict")[1].splitlines()]
+    return {line.split()[0]: line for line in lines if line and not line.split()[0].endswith(":")}
+
+
+@pytest.fixture
+def compare(tmp_path, chats, monkeypatch, capsys):
+    """The command on warm forked ranks: compare("single,fsdp:2", ...) -> exit code, output. `meddle` precedes a run."""
+    skip_loading_back(monkeypatch)
+
+    def call(gears: str, *arguments: str, meddle=lambda gear, patch: None) -> tuple[int, str]:
+        def train(flags: list[str], given: list[str], output) -> int:
+            gear, ranks = (flag.partition("=")[2] for flag in flags)
+            with monkeypatch.context() as patch:
+                meddle(gear.split("/")[-1].removesuffix(".yaml"), patch)
+                outcome = run_ranks(gear, given, tmp_path / "runs", int(ranks))
+            output.write(outcome.output + (f"gearbox: {outcome.output}" if 2 in outcome.codes else ""))
+            return max(outcome.codes)
+
+        monkeypatch.setattr(supervisor, "supervise", train)
+        given = ["--gears", gears, "--steps", "6", f"run.dir={tmp_path}/runs", f"data.path={chats}", *SMALL]
+        code = script.main([*given, *arguments])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def test_what_stays_beside_the_figures(compare, tmp_path):
+    """Nothing large; and a folder that is there is left alone."""
+    (tmp_path / "runs" / "parity-tiny").mkdir(parents=True)
+    code, said = compare("single,fsdp")
+    assert code == 0, said
+    assert rows(said)["single-1"].endswith("reference") and rows(said)["fsdp-2"].endswith("equal")
+    folder = tmp_path / "runs" / "parity-tiny-2"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "fsdp-2", "fsdp-2.log", "parity.html", "single-1", "single-1.log",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (folder / "fsdp-2").iterdir()) == [
+        "lock", "metrics.jsonl", "report.html", "resolved.yaml", "status.json", "tensorboard",
+    ]  # fmt: skip
+    page = (folder / "parity.html").read_text()
+    assert page.count("<svg") == 6 and page.count("<polyline") == 2 * 2 + 4 * 3
+    assert list((tmp_path / "runs" / "parity-tiny").iterdir()) == []
+
+
+def test_three_gears_are_equal(compare):
+    code, said = compare("single,ddp:3,zero3", "--weights-every", "4")
+    assert code == 0, said
+    assert said.count(" equal") == 2
+
+
+def test_another_learning_rate_is_found_at_its_step(compare):
+    def meddle(gear, patch):
+        usual = optimizer.learning_rate
+        if gear == "ddp":
+            patch.setattr(
+                optimizer, "learning_rate", lambda step, *rest: usual(step, *rest) * (1.1 if step >= 2 else 1.0)
+            )
+
+    code, said = compare("single,fsdp:2,ddp:2", meddle=meddle)
+    assert code == 1
+    assert rows(said)["fsdp-2"].endswith("equal")
+    assert rows(said)["ddp-2"].endswith("parts at step 3")
+    assert "ddp-2: weights by " in said and "most in model." in said
+
+
+@pytest.mark.parametrize("fault", [averaged_per_micro_batch, clipped_at_auto])
+def test_what_other_templates_get_wrong_is_found(compare, fault):
+    code, said = compare("single,zero2", meddle=lambda gear, patch: fault(patch) if gear == "zero2" else None)
+    assert code == 1, said
+    assert "zero2-2: " in said and "moments by " in said
+
+
+def test_a_gear_that_does_not_run_is_said(compare):
+    code, said = compare("single,single:2,fsdp")
+    assert code == 1
+    lines = {line.split()[0]: line for line in said.splitlines()[3:] if line.strip()}
+    assert "does not run" in lines["single-2"] and "equal" in lines["fsdp-2"]
+    assert "single-2: accelerate_configs/single.yaml: trains on one device, but 2 ranks run" in said.replace(
+        f"{ROOT}/", ""
+    )
+
+
+def test_nothing_is_compared_with_a_reference_that_does_not_run(compare):
+    code, said = compare("single:2,fsdp")
+    assert code == 1
+    assert "single-2: " in said and "fsdp-2" not in said
+
+
+def test_what_is_stopped_leaves_nothing_large(tmp_path, monkeypatch, capsys):
+    """launch.py answers 85 when it was asked to stop and has saved, 130 after a second Ctrl-C."""
+    begun = []
+
+    def train(flags: list[str], given: list[str], output) -> int:
+        begun.append(tmp_path / "runs" / "parity-tiny" / "single-1" / "checkpoints" / "step-1")
+        begun[-1].mkdir(parents=True)
+        return 85
+
+    monkeypatch.setattr(supervisor, "supervise", train)
+    assert script.main(["--gears", "single,fsdp", f"run.dir={tmp_path}/runs"]) == 130
+    assert len(begun) == 1 and not begun[0].parent.exists()
+    assert "stopped" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def pair(train, made, tmp_path):
+    """Two equal runs: one, and a copy of it."""
+    if not made:
+        outcome = train("single", *SMALL, "save.every=1", "save.keep=3")
+        assert outcome.codes == [0], outcome.output
+        made["a"] = outcome.folder
+    shutil.copytree(made["a"], tmp_path / "b")
+    return run_comparison.Compared("a", made["a"]), run_comparison.Compared("b", tmp_path / "b")
+
+
+FP32 = run_comparison.TOLERANCES["no"]
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(("kind", "quantity"), [("parameter", "weights"), ("exp_avg", "moments")])
+def test_a_changed_parameter_is_named_with_its_step(pair, kind, quantity):
+    reference, other = pair
+    other.compare_with(reference)
+    assert other.verdict(FP32) == "equal"
+    assert all(set(found.values.values()) == {0.0} for found in other.differences)
+    file = other.folder / "checkpoints" / "step-2" / "shard-00000.safetensors"
+    tensors = load_file(file)
+    tensors[f"{kind}|{NAME}|0"] *= 1.05
+    save_file(tensors, file)
+    other.compare_with(reference)
+    assert other.verdict(FP32) == "parts at step 2"
+    assert other.explanation(FP32).startswith(f"{quantity} by ")
+    assert other.explanation(FP32).endswith(f", most in {NAME}")
+    assert run_comparison.TOLERANCES["no"][quantity] < other.largest(quantity)[0] < 1
+    assert other.largest(quantity)[1] == 2
+
+
+def test_a_step_that_was_not_taken_is_far_off_at_any_learning_rate(pair):
+    """Weights are measured by how far the learning rates let them go, not by their own size."""
+    reference, other = pair
+    second, third = (other.folder / "checkpoints" / f"step-{step}" / "shard-00000.safetensors" for step in (2, 3))
+    before, after = load_file(second), load_file(third)
+    save_file({key: (before if key.startswith("parameter|") else after)[key] for key in after}, third)
+    other.compare_with(reference)
+    assert other.verdict(FP32) == "parts at step 3"
+    assert 0.05 < other.largest("weights")[0] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "explained"),
+    [
+        ("rows_hash", "0", "other rows"),
+        ("loss", None, "loss by inf"),
+        ("grad_norm", 3.0, "gradient norm by "),
+    ],
+)
+def test_each_number_of_a_step_is_compared(pair, key, value, explained):
+    reference, other = pair
+    path = other.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [line | {key: value} if line["step"] == 3 and key in line else line for line in lines]
+    path.write_text("\n".join(map(json.dumps, changed)))
+    other.compare_with(reference)
+    assert other.verdict(FP32) == "parts at step 3"
+    assert other.explanation(FP32).startswith(explained)
+
+
+def test_a_missing_checkpoint_is_no_equality(pair):
+    reference, other = pair
+    (other.folder / "checkpoints" / "step-1" / "manifest.json").unlink()
+    other.compare_with(reference)
+    assert other.verdict(FP32) == "does not run" and other.problem == "manifest.json: is missing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gears", "single,fsdpp"], "--gears: fsdpp: there is no such gear; did you mean 'fsdp'?"),
+        (["--gears", "single,ddp:many"], "num_processes: must be a whole number from 1, found 'many'"),
+        (["--gears", "fsdp"], "--gears: fsdp: give two or more, such as single,fsdp"),
+        (["--gears", "single,fsdp,fsdp:2"], "--gears: fsdp-2 is there twice"),
+        (["--geers", "single,fsdp"], "usage: python src/parity.py"),
+        (["--steps", "few"], "usage: python src/parity.py"),
+        (["--steps", "0"], "--steps 0 --weights-every 1: both must be 1 or more"),
+        (["train.steps=60"], "train.steps: the comparison sets it itself"),
+        (["save.every=5"], "save.every: the comparison sets it itself"),
+        (["optim.lrr=1"], "optim.lrr: there is no such key; did you mean 'lr'?"),
+        (["adapter.method=lora", "adapter.dropout=0.1"], "adapter.dropout: each rank draws its own numbers"),
+        (["optim.name=adamw_8bit"], "optim.name: adamw_8bit rounds by blocks of a rank's shard"),
+        (["optim.master_weights=bf16", "--gears", "single,fsdp"], "optim.master_weights: bf16 rounds"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, said, tmp_path):
+    with pytest.raises(UserError) as refused:
+        script.main([*arguments, f"run.dir={tmp_path}/runs"])
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.cold
+def test_a_mistake_is_found_without_torch():
+    code = "import sys, parity\ntry: parity.main(['--gears', 'fsdp'])\nfinally: print({*sys.argv} & {*sys.modules})"
+    outcome = subprocess.run(
+        [sys.executable, "-c", code, *HEAVY], cwd=ROOT / "src", capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert outcome.stdout == "set()\n" and "give two or more" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps", "warmup"), [("tiny", 20, 5), ("tiny", 400, 35), ("tiny", 1, 0), ("fsdp_2gpu", 100, 20)]
+)
+def test_the_warm_up_stays_within_the_steps(recipe, steps, warmup):
+    path = ROOT / "recipes" / f"{recipe}.yaml"
+    overrides = script.comparison_overrides(script.load_recipe(path), [], steps, 1)
+    made = script.load_recipe(path, [*overrides, "run.rehearse=true"])
+    assert (made.train.steps, made.schedule.warmup, made.eval.fraction) == (steps, warmup, 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gears"),
+    [
+        ("0", "single,fsdp:1,zero1:1,zero3:1"),
+        ("0,1", "single,ddp:2,fsdp:2,zero3:2"),
+        ("", "single,ddp:2,fsdp:2,zero3:2"),
+    ],
+)
+def test_the_default_gears_fit_the_machine(monkeypatch, visible, gears):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert script.default_gears() == gears
+    assert all(isinstance(gear, Gear) for gear in script.load_gears(gears.split(",")))

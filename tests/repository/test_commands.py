@@ -1,0 +1,67 @@
+"""`make commands`: every command of README and docs, in order, in a fresh copy, as a user runs it: all cold starts."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.repository import GUIDES, copy_of_the_tree
+
+pytestmark = [pytest.mark.long, pytest.mark.commands, pytest.mark.cold]
+COMMANDS = [
+    line
+    for guide in GUIDES
+    for block in re.findall(r"```bash\n(.*?)```", guide.read_text(), re.S)
+    for line in block.splitlines()
+    if not line.startswith("source ")
+]
+SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup=1 eval.every=0 eval.sample_tokens=2"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, chats) -> Path:
+    """A copy of the tree, with chats.jsonl, where the documents' commands may write."""
+    folder = copy_of_the_tree(tmp_path_factory.mktemp("clone") / "gearbox")
+    shutil.copy(chats, folder / "chats.jsonl")
+    return folder
+
+
+def check_flags(line: str, folder: Path) -> None:
+    """Docker's own client reads a line's flags before it looks for an engine, and there is none."""
+    line = line.replace("docker compose ", "docker-compose ", 1)  # Debian's name for it
+    if not shutil.which(line.split()[0]):
+        pytest.skip(f"no {line.split()[0]} here")
+    environment = os.environ | {"DOCKER_HOST": "unix:///nowhere"}
+    outcome = subprocess.run(line, shell=True, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+    assert "connect" in outcome.stderr and "unknown" not in outcome.stderr, f"{line}\n{outcome.stderr}"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command(clone, line):
+    """In order, in one copy, with the runs cut to two steps; make's targets are resolved, not run from a test."""
+    if line.startswith("docker "):
+        check_flags(line, clone)
+        return
+    if line.startswith("make "):
+        line = line.replace("make ", "make --dry-run ")
+    if "src/train.py" in line or "src/launch.py" in line:
+        line = f"{line} {SMALL}"
+    programs = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    outcome = subprocess.run(line, shell=True, cwd=clone, env=environment, text=True, capture_output=True, check=False)
+    assert outcome.returncode == 0, f"{line}\n{outcome.stdout}\n{outcome.stderr}"
+    assert "src/ask.py" not in line or not outcome.stderr, "an answer comes without warnings"
+
+
+def test_what_they_have_left(clone):
+    runs = sorted(path.name for path in (clone / "runs").glob("tiny-*"))
+    assert runs == ["tiny-ddp", "tiny-ddp-2", "tiny-single", "tiny-single-2", "tiny-single-3", "tiny-zero3"]
+    mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
+    assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
+    assert mine["data"] == {"path": "chats.jsonl"}
+    assert (clone / "runs/mine/model/adapter_config.json").is_file()

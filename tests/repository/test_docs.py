@@ -1,0 +1,100 @@
+"""Every path, key and target in the documents exists, every table is the folder. (test_commands.py runs commands.)"""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import parse_args
+
+from gearbox import ROOT
+from gearbox.config.gear import gear_path, load_gear
+from gearbox.config.loader import load_recipe
+from gearbox.config.recipe import recipe_keys
+from gearbox.launch import topology
+from gearbox.launch.cli import split_arguments
+from support.repository import GUIDES
+
+DOCUMENTS = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+README = GUIDES[0].read_text()
+LINES = sorted(
+    {
+        line.replace("\\\n", " ").removeprefix("$ ")
+        for guide in GUIDES
+        for block in re.findall(r"```(?:text|bash)\n(.*?)```", guide.read_text(), re.S)
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
+        if re.match(r"(\$ )?(accelerate launch|torchrun|python src/launch\.py) ", line)
+    }
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_keys_and_targets_exist(document):
+    made_by_use = {"recipes/mine.yaml", "cluster/kubernetes/jobs/mine"}
+    tops = "recipes|accelerate_configs|ds_configs|src|tests|docs|benchmarks|cluster"  # runs/ comes with use
+    words = re.findall(rf"(?:{tops})/[\w./-]*|\b[A-Z]\w+\.md\b", document.read_text())
+    missing = [word for word in words if not (ROOT / word.rstrip(".")).exists() and word.rstrip(".") not in made_by_use]
+    assert missing == []
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`make ([\w-]+)", document.read_text())) <= targets
+    groups = {key.split(".")[0] for key in recipe_keys()}
+    files = {".yaml", ".json", ".jsonl", ".py", ".sbatch"}
+    for key in re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", document.read_text()):
+        assert key in recipe_keys() or f".{key.split('.')[1]}" in files, key
+
+
+def test_the_gear_table_is_the_folder():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (\d+) \|", README, re.M)
+    gears = {path.stem: load_gear(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {name: int(count) for name, _, count in rows} == {name: gear.num_processes for name, gear in gears.items()}
+    for name, engine, _ in rows:
+        stage = re.search(r"ZeRO-(\d)", engine)
+        assert gears[name].zero_stage == (int(stage[1]) if stage else 0)
+
+
+def test_the_recipe_table_is_the_folder():
+    named = set(re.findall(r"^\| `(recipes/\w+\.yaml)`", README, re.M))
+    assert named == {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+@pytest.mark.cold
+def test_the_error_shown_is_the_error_given():
+    command, said = re.search(r"^\$ (python .*)\n(gearbox: .*)$", README, re.M).groups()
+    outcome = subprocess.run(
+        [sys.executable, *command.split()[1:]], cwd=ROOT, text=True, capture_output=True, check=False
+    )
+    assert (outcome.returncode, outcome.stderr.strip()) == (2, said)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_documents_launches_are_parsed_by_the_launchers(monkeypatch, line):
+    """Those on many machines cannot run where the document is tested; the launchers' own parsers read all of them."""
+    for names in (*topology.NODE_FLAGS.values(), topology.NUM_NODES_VARIABLES, [topology.RANKS_PER_NODE]):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    words = shlex.split(line)
+    if words[0] == "torchrun":
+        parsed = parse_args(words[1:])
+        script, arguments = parsed.training_script, parsed.training_script_args
+    elif words[0] == "accelerate":
+        parsed = launch_command_parser().parse_args(words[2:])
+        script, arguments = parsed.training_script, parsed.training_script_args
+        flags = {"num_processes": str(parsed.num_processes)} if parsed.num_processes else {}
+        load_gear(ROOT / parsed.config_file, flags)
+    else:
+        flags, place = topology.node_from_flags(
+            dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        )
+        assert place is None or place.flags(1)
+        load_gear(gear_path(words[2]), flags)
+        script, arguments = words[1], [word for word in words[3:] if not word.startswith("--")]
+    assert (ROOT / script).is_file()
+    if script == "src/train.py" or words[0] == "python":
+        recipe, overrides = split_arguments([word for word in arguments if "lrr" not in word])
+        load_recipe(ROOT / recipe, [word for word in overrides if not word.startswith("data.path")])
+
+
+def test_the_lines_by_hand_are_there():
+    assert any("--num_machines 2" in line for line in LINES) and any("--nnodes=2" in line for line in LINES)

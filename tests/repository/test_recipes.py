@@ -1,0 +1,104 @@
+"""Every recipe that ships trains two steps, with a small random model of its own architecture and method."""
+
+import re
+
+import pytest
+import torch
+import transformers
+import yaml
+
+import schema
+from gearbox import ROOT
+from gearbox.config.loader import load_recipe, rehearsed
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.data import builtin_tasks
+from gearbox.errors import UserError
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+GEARS = {
+    "ddp_4gpu": "ddp",
+    "ddp_4gpu_full": "ddp",
+    "fsdp_2gpu": "fsdp",
+    "qlora_1gpu": "single",
+    "smollm2_135m": "single",
+    "tiny": "single",
+    "zero3_2gpu": "zero3",
+}
+
+
+def test_every_recipe_is_tested():
+    assert {path.stem for path in RECIPES} == set(GEARS)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_two_steps(train, path):
+    recipe = f"recipes/{path.name}"
+    gear = GEARS[path.stem]
+    if path.stem == "smollm2_135m" and not (ROOT / "models/smollm2-135m").exists():
+        with pytest.raises(UserError, match="make smollm2"):
+            load_recipe(path)
+        architecture = ["model.name=recipes/tiny"]  # of the same family, Llama with tied embeddings
+    else:
+        architecture = []
+    ranks = {"single": 1, "ddp": 4}.get(gear, 2)
+    outcome = train(
+        gear, "train.steps=2", "batch.micro_rows=2", *architecture, recipe=recipe, ranks=ranks, load_back=True
+    )
+    assert set(outcome.codes) == {0}, outcome.output
+    assert len(outcome.losses) == 2
+    config = yaml.safe_load((outcome.folder / "resolved.yaml").read_text())
+    asked = yaml.safe_load(path.read_text())
+    assert config["adapter"]["method"] == asked.get("adapter", {}).get("method", "none")
+    assert config["model"]["quantize"] == asked["model"].get("quantize")
+    adapter = (outcome.folder / "model" / "adapter_config.json").exists()
+    assert adapter == (config["adapter"]["method"] == "lora")
+    assert "loaded back in a fresh process" in outcome.output
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "tiny"], ids=lambda path: path.stem)
+def test_short_and_its_memory_adds_up(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 30
+    parts = [float(found[1]) for line in lines if (found := re.match(r"#\s+([\d.]+) GB  (?!in all)", line))]
+    totals = [float(found[1]) for line in lines if (found := re.match(r"#\s+([\d.]+) GB  in all", line))]
+    if parts:
+        assert totals == [pytest.approx(sum(parts), abs=0.11)]
+    else:
+        assert path.stem == "smollm2_135m"
+
+
+def test_fsdp_and_zero3_are_the_same_numbers():
+    assert load("fsdp_2gpu") == load("zero3_2gpu")
+
+
+def load(name: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml")
+
+
+def test_a_rehearsal_asks_no_hub():
+    recipe = rehearsed(load("qlora_1gpu"))
+    assert (recipe.model.init, recipe.data.path) == ("random", BUILTIN_TASKS)
+
+
+def test_rehearsal_of_an_unknown_architecture_says_where_to_put_it(train):
+    outcome = train("single", "model.name=nobody/knows-this")
+    assert outcome.codes == [2]
+    assert "recipes/architectures/nobody--knows-this.json" in outcome.output
+    assert outcome.folder is None, "a run that never started leaves no folder"
+
+
+def test_the_schema_is_current():
+    assert schema.PATH.read_text() == schema.text(), "run `make schema`"
+
+
+def test_the_tokenizer_of_tiny_is_what_the_code_makes(tmp_path):
+    builtin_tasks.write_tokenizer(tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (ROOT / "recipes/tiny" / file.name).read_text(), file.name
+
+
+def test_tiny_has_one_to_five_million_weights():
+    config = transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny")
+    with torch.device("meta"):
+        made = transformers.LlamaForCausalLM(config)
+    assert 1e6 <= sum(p.numel() for p in made.parameters()) <= 5e6

@@ -1,0 +1,562 @@
+"""Every fault, for real: launchers, ranks and disks. `make faults` runs it and writes docs/reliability.md.
+
+python tests/support/battery.py [NAME ...]     all faults, or those named; what is done in .faults/results.json is kept
+"""
+
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+sys.path[:0] = [str(TESTS), str(ROOT / "src")]
+os.chdir(ROOT)
+
+from gearbox.checkpoint import folders
+from gearbox.launch import outcome  # noqa: E402
+from support import environment, ledger  # noqa: E402, F401  whose variables the runs get
+
+WORK = ROOT / ".faults"
+RESULTS = WORK / "results.json"
+SMALL = {
+    "run.rehearse": "true", "data.path": str(WORK / "chats.jsonl"), "batch.rows": "6", "batch.row_tokens": "128",
+    "batch.micro_rows": "1", "train.steps": "60", "schedule.name": "constant", "schedule.warmup": "1",
+    "eval.every": "25", "eval.samples": "0", "save.every": "5", "run.hang_timeout": "6",
+}  # fmt: skip
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(WORK / "cache"),
+    "TORCH_EXTENSIONS_DIR": str(WORK / "extensions"),
+}  # fmt: skip
+
+
+class Run:
+    """One `src/launch.py`, with a ledger beside it."""
+
+    def __init__(self, name: str, gear: str = "ddp", ranks: int = 2, **changes: str) -> None:
+        self.name, self.gear, self.ranks = name, gear, ranks
+        self.runs = Path(changes.pop("runs", WORK / "runs"))
+        self.folder, self.books = self.runs / name, WORK / "ledgers" / name
+        self.books.mkdir(parents=True, exist_ok=True)
+        given = SMALL | {"run.dir": str(self.runs), "run.name": name} | {
+            key.replace("__", "."): value for key, value in changes.items()
+        }  # fmt: skip
+        self.num_steps = int(given["train.steps"])
+        self.arguments = ["recipes/tiny.yaml", *(f"{key}={value}" for key, value in given.items())]
+        self.process: subprocess.Popen | None = None
+
+    def start(self, wrap: list[str] = ()) -> "Run":
+        code = (
+            "import sys; from pathlib import Path; sys.path.insert(0, 'src')\n"
+            "from gearbox.launch import cli, supervisor\n"
+            "script = Path('tests/support/train_with_ledger.py').resolve()\n"
+            "cli.run(lambda a: supervisor.supervise(a[:2], a[2:], script))"
+        )
+        flags = [f"--config_file=accelerate_configs/{self.gear}.yaml", f"--num_processes={self.ranks}"]
+        self.log = (WORK / "logs" / f"{self.name}.log").open("a")
+        self.process = subprocess.Popen(
+            [*wrap, sys.executable, "-c", code, *flags, *self.arguments], stdout=self.log, stderr=self.log,
+            env=os.environ | ENVIRONMENT | {ledger.VARIABLE: str(self.books)}, start_new_session=True,
+        )  # fmt: skip
+        return self
+
+    def wait(self, seconds: float = 400) -> int:
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            return -999
+
+    @property
+    def output(self) -> str:
+        return Path(self.log.name).read_text()
+
+    @property
+    def step(self) -> int:
+        """Of rank 0, the last one begun."""
+        try:
+            lines = (self.books / "rank-0.jsonl").read_text().splitlines()
+            return json.loads(lines[-1])["step"] if lines else 0
+        except (OSError, ValueError):
+            return 0
+
+    def until(self, condition, seconds: float = 120) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def processes(self) -> list[psutil.Process]:
+        """Whatever carries this run's name on its command line."""
+        return [process for process, _ in self._running()]
+
+    def _running(self) -> list[tuple[psutil.Process, list[str]]]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                line = process.cmdline()
+                if f"run.name={self.name}" in line and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, line))
+            except psutil.Error:
+                continue
+        return found
+
+    def of_kind(self, kind: str) -> list[psutil.Process]:
+        """launcher (accelerate's, with torch's agent in it), ranks, or outer (src/launch.py)."""
+        if kind == "outer":
+            return [psutil.Process(self.process.pid)]
+        below = [(p, line) for p, line in self._running() if p.pid != self.process.pid]
+        return [p for p, line in below if ("accelerate.commands.launch" in line) == (kind == "launcher")]
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.kill()
+
+    def left(self, seconds: float = 10) -> list[str]:
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [f"process {p.pid} is left" for p in self.processes()]
+
+    def problems(self, reference: "Run", tolerance: float = 0.0) -> list[str]:
+        books, expected = ledger.read(self.books), ledger.read(reference.books)
+        found = ledger.problems(books, expected, self.ranks, self.num_steps, ledger.num_rows(expected), tolerance)
+        return found + self.left() + ledger.leftovers(self.folder)
+
+
+def reference(gear: str = "ddp", ranks: int = 2, **changes: str) -> Run:
+    """The run that nobody disturbs, once for each kind."""
+    what = "-".join(f"{key.split('__')[-1]}{value}" for key, value in sorted(changes.items()))
+    run = Run(f"reference-{gear}-{ranks}-{what}", gear, ranks, **changes)
+    if outcome.read_outcome(run.folder / "status.json").get("outcome") != "done":
+        assert run.start().wait() == 0, run.output[-3000:]
+    return run
+
+
+def balanced(run: Run, code: int = 0, **same: str) -> list[str]:
+    """What went wrong: a wrong exit code, or books that do not balance."""
+    ended = run.wait()
+    found = [] if ended == code else [f"exit code {ended} instead of {code}"]
+    return found + run.problems(reference(run.gear, run.ranks, **same))
+
+
+# --------------------------------------------------------------------------- the faults
+
+
+FAULTS = {}
+
+
+def fault(times: int, outcome: str):
+    def register(function):
+        FAULTS[function.__name__] = (function, times, outcome)
+        return function
+
+    return register
+
+
+def in_one_run(run: Run, draw: random.Random, count: int, strike) -> list[str]:
+    """A run that is struck again and again, each time after a newer checkpoint."""
+    run.start()
+    monitor = ledger.Monitor(run.folder / "checkpoints")
+    last = 0
+    for _ in range(count):
+        aim = last + draw.randint(6, 12)
+        if not run.until(lambda aim=aim: run.step >= aim):
+            return [f"did not come to step {aim}: {run.output[-1500:]}"]
+        last = run.step
+        strike(run, draw)
+        if not run.until(lambda last=last: run.step < last or not run.of_kind("ranks")):
+            return ["went on as if nothing had been"]
+    return balanced(run, train__steps=str(run.num_steps)) + monitor.result()
+
+
+def strike_rank(run: Run, draw: random.Random) -> None:
+    draw.choice(run.of_kind("ranks")).kill()
+
+
+@fault(20, "restarted from the newest checkpoint; books balance")
+def kill_a_rank(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """kill -9 of a random rank at a random step, in one run"""
+    run = Run("kill-rank", train__steps=str(20 * times + 20))
+    return in_one_run(run, draw, times, strike_rank), {"seconds_to_next_step": ledger.read(run.books).restarts}
+
+
+@fault(3, "ranks save and end; restarted; books balance")
+def kill_the_launcher(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """kill -9 of accelerate's launcher alone"""
+    run = Run("kill-launcher", train__steps="60")
+    return in_one_run(run, draw, times, lambda run, _: run.of_kind("launcher")[0].kill()), {}
+
+
+@fault(3, "restarted; books balance")
+def kill_all_ranks(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """kill -9 of all ranks at once"""
+    run = Run("kill-ranks", train__steps="60")
+    return in_one_run(run, draw, times, lambda run, _: [rank.kill() for rank in run.of_kind("ranks")]), {}
+
+
+@fault(3, "ranks save and end; the same command goes on; books balance")
+def kill_the_launchers_group(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """kill -9 of src/launch.py and of accelerate's process group"""
+    run = Run("kill-group", train__steps="60")
+    found = []
+    for number in range(times):
+        run.start()
+        aim = run.step + draw.randint(6, 12)
+        run.until(lambda aim=aim: run.step >= aim)
+        launcher = run.of_kind("launcher")[0]
+        os.killpg(os.getpgid(run.process.pid), signal.SIGKILL)
+        os.killpg(os.getpgid(launcher.pid), signal.SIGKILL)
+        run.process.wait()
+        found += [f"{number}: {each}" for each in run.left()]
+    run.start()
+    return found + balanced(run, train__steps="60"), {}
+
+
+@fault(6, "saved, exit code 85; the same command goes on; books balance")
+def signals(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """SIGTERM, SIGUSR1, SIGINT to src/launch.py; SIGTERM to accelerate's launcher, to a rank, to everything"""
+    run, found = Run("signals", train__steps="90"), []
+    everything = lambda: [run.of_kind("outer")[0], *run.of_kind("launcher"), *run.of_kind("ranks")]  # noqa: E731
+    cases = [
+        ("outer", signal.SIGTERM), ("outer", signal.SIGUSR1), ("outer", signal.SIGINT), ("launcher", signal.SIGTERM),
+        ("ranks", signal.SIGTERM), ("everything", signal.SIGUSR1),
+    ]  # fmt: skip
+    for kind, number in cases:
+        run.start()
+        aim = run.step + draw.randint(3, 9)
+        if not run.until(lambda aim=aim: run.step >= aim):
+            return [f"{kind}: did not come to step {aim}"], {}
+        targets = everything() if kind == "everything" else run.of_kind(kind)[:1]
+        for target in targets:
+            target.send_signal(number)
+        code = run.wait(60)
+        found += [f"{kind} {number.name}: exit code {code}"] if code != 85 else []
+        found += [f"{kind} {number.name}: {each}" for each in run.left()]
+    run.start()
+    return found + balanced(run, train__steps="90"), {}
+
+
+@fault(4, "exit code 85 with nothing to save, or 130 at the second SIGINT")
+def signals_while_starting(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """SIGTERM 1, 4 and 7 seconds after the start; SIGINT twice in training"""
+    found = []
+    for seconds in (1, 4, 7):
+        run = Run(f"early-{seconds}").start()
+        time.sleep(seconds)
+        run.process.send_signal(signal.SIGTERM)
+        code = run.wait(60)
+        found += [f"after {seconds} s: exit code {code}"] if code != 85 else []
+        found += run.left()
+    run = Run("twice", train__steps="5000", save__every="5000").start()
+    run.until(lambda: run.step >= 3)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
+    code = run.wait(30)
+    # The first may be served before the second comes: then it is saved, which is as good.
+    return found + ([f"twice: exit code {code}"] if code not in (130, 85) else []) + run.left(), {}
+
+
+@fault(3, "stack of each rank in the run's folder, the late one named; restarted; books balance")
+def stop_a_rank(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """SIGSTOP of a random rank"""
+    run = Run("stop-rank", train__steps="60")
+    found = in_one_run(run, draw, times, lambda run, d: d.choice(run.of_kind("ranks")).send_signal(signal.SIGSTOP))
+    stacks = [path for path in (run.folder / "hang").glob("*.txt") if "MainThread" in path.read_text()]
+    named = run.output.count(" is stopped; every stack lies in ")
+    found += [f"{len(stacks)} stacks"] if len(stacks) != 2 * times else []
+    return found + ([f"{named} times named"] if named != times else []), {}
+
+
+@fault(4, "exit code 93 after three restarts; no process is left")
+def the_same_fault_each_time(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """kill -9 of a rank before each new checkpoint"""
+    run = Run("same-fault", save__every="50").start()
+    for _ in range(times):
+        if not run.until(lambda: run.of_kind("ranks") and run.step >= 3):
+            break
+        before = len(ledger.read(run.books).attempts["rank-0"])
+        run.of_kind("ranks")[0].kill()
+        run.until(lambda before=before: len(ledger.read(run.books).attempts["rank-0"]) > before)
+    code = run.wait(120)
+    found = [] if code == 93 else [f"exit code {code}"]
+    restarts = run.output.count("; restart ")
+    return found + ([f"{restarts} restarts"] if restarts != 3 else []) + run.left(), {}
+
+
+@fault(12, "a whole checkpoint at every moment; the same command goes on; books balance")
+def kill_at_every_call_of_a_save(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """SIGKILL at the K-th fsync or rename of rank 0 (strace)"""
+    if shutil.which("strace") is None:
+        return ["strace is not installed"], {}
+    run, found, killed = Run("strace", "single", 1, train__steps="30"), [], 0
+    monitor = ledger.Monitor(run.folder / "checkpoints")
+    calls = "fsync,rename,renameat,renameat2"
+    for call in range(1, times + 1):
+        # By pid and not around the launcher: only the rank's calls count.
+        run.start()
+        if not run.until(lambda: run.of_kind("ranks") and run.process.poll() is None and run.step >= 1):
+            break
+        rank = run.of_kind("ranks")[0]
+        tracer = subprocess.Popen(
+            ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e",
+             f"inject=fsync,rename:signal=KILL:when={call}", "-p", str(rank.pid)]
+        )  # fmt: skip
+        run.until(lambda rank=rank: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 60)
+        killed += not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+        os.killpg(os.getpgid(run.process.pid), signal.SIGKILL)
+        run.process.wait()
+        tracer.kill()
+        found += run.left()
+        if run.step >= run.num_steps:
+            break
+    run.start()
+    return found + balanced(run, train__steps="30") + monitor.result(), {"killed": killed}
+
+
+@fault(100, "recognised, named, passed over")
+def damage(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """every file of a checkpoint: bit flipped, page zeroed, truncated, swapped, deleted; and clean loads between"""
+    from support.checkpoints import DAMAGES
+
+    source = next(path for _, path in folders.list_checkpoints(reference().folder / "checkpoints"))
+    names = sorted(path.name for path in source.iterdir())
+    missed, alarms = 0, 0
+    for number in range(times):
+        hurt = WORK / "damage" / source.name
+        shutil.rmtree(hurt, ignore_errors=True)
+        shutil.copytree(source, hurt)
+        alarms += ledger.whole_checkpoint(hurt.parent) is None
+        DAMAGES[number % len(DAMAGES)](hurt / draw.choice(names), draw)
+        missed += ledger.whole_checkpoint(hurt.parent) is not None
+    return [f"{missed} missed"] * bool(missed) + [f"{alarms} false alarms"] * bool(alarms), {"clean_loads": times}
+
+
+@contextmanager
+def tmpfs(options: str) -> Iterator[Path]:
+    """A disk of its own, mounted for as long as it is used."""
+    disk = WORK / "disk"
+    disk.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@fault(1, "told with path, need and free; training goes on, and retries; books balance")
+def disk_full(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """a tmpfs that is filled in the middle of a run and freed again"""
+    with tmpfs("size=12m") as disk:
+        run = Run("disk-full", runs=str(disk), train__steps="90").start()
+        run.until(lambda: run.step >= 12)
+        stuffing = disk / "stuffing"
+        with stuffing.open("wb") as file:
+            try:
+                while True:
+                    file.write(b"x" * 65536)
+            except OSError:
+                pass
+        run.until(lambda: "not written" in run.output, 60)
+        whole = ledger.whole_checkpoint(run.folder / "checkpoints")
+        stuffing.unlink()
+        found = balanced(run, train__steps="90")
+        said = [line for line in run.output.splitlines() if "not written" in line]
+        found += [] if said and "are needed" in said[0] and "are free" in said[0] else ["not told"]
+        return found + ([] if whole else ["no whole checkpoint while it was full"]), {"said": said[:1]}
+
+
+@fault(1, "refused before training, exit code 2")
+def disk_read_only(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """run.dir on a disk that is mounted read-only"""
+    with tmpfs("ro") as disk:
+        run = Run("read-only", runs=str(disk)).start()
+        code = run.wait(90)
+        found = [] if code == 2 and "cannot be written: Read-only file system" in run.output else [f"exit code {code}"]
+        return found + run.left(), {}
+
+
+@fault(1, "made anew with what comes after; same losses")
+def folder_removed(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """the run's folder is removed in the middle of a run"""
+    run = Run("removed", save__every="5").start()
+    run.until(lambda: run.step >= 22)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    found = balanced(run)
+    return found + ([] if (run.folder / "model").is_dir() else ["no model"]), {}
+
+
+@fault(25, "same final weights as the undisturbed run; books balance")
+def soak(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """25 random faults in one run: ranks and launchers killed, ranks stopped, signals, the command given again"""
+    import torch
+    from safetensors.torch import load_file
+
+    steps = str(20 * times + 20)
+    run, found, struck, last = Run("soak", train__steps=steps).start(), [], [], 0
+    monitor = ledger.Monitor(run.folder / "checkpoints")
+    for _ in range(times):
+        aim = last + draw.randint(6, 12)
+        if not run.until(lambda aim=aim: run.step >= aim):
+            return [f"did not come to step {aim} after {struck}: {run.output[-1500:]}"], {}
+        last = run.step
+        kind = draw.choice(["kill rank", "kill launcher", "stop rank", "kill all", "term", "usr1"])
+        struck.append(kind)
+        if kind == "kill rank":
+            draw.choice(run.of_kind("ranks")).kill()
+        elif kind == "kill launcher":
+            run.of_kind("launcher")[0].kill()
+        elif kind == "stop rank":
+            draw.choice(run.of_kind("ranks")).send_signal(signal.SIGSTOP)
+        elif kind == "kill all":
+            for process in run.processes():
+                process.kill()
+        else:
+            run.process.send_signal(signal.SIGTERM if kind == "term" else signal.SIGUSR1)
+        if kind in ("kill all", "term", "usr1"):
+            code = run.wait(90)
+            found += [f"{kind}: exit code {code}"] if code != {"kill all": -9}.get(kind, 85) else []
+            found += run.left()
+            run.start()
+        else:
+            ranks = {rank.pid for rank in run.of_kind("ranks")}
+            run.until(lambda ranks=ranks: not ranks & {rank.pid for rank in run.of_kind("ranks")})
+    found += balanced(run, train__steps=steps) + monitor.result()
+    ours, theirs = (
+        load_file(next((each.folder / "model").glob("*.safetensors"))) for each in (run, reference(train__steps=steps))
+    )
+    found += [f"{name} differs" for name in ours if not torch.equal(ours[name], theirs[name])]
+    return found, {"struck": {kind: struck.count(kind) for kind in sorted({*struck})}}
+
+
+GEARS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)]
+
+
+@fault(40, "losses within 1e-5 of the undisturbed run's")
+def every_gear_to_every_gear(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """each ordered pair of single, ddp, fsdp, zero2, zero3, full and LoRA: 3 steps under one, 3 under the other"""
+    import pytest
+
+    from support.documents import make_chats
+    from support.ranks import run_ranks, skip_loading_back
+
+    skip_loading_back(pytest.MonkeyPatch())
+    make_chats(WORK / "chats.jsonl")
+    found, worst = [], 0.0
+    common = [f"{key}={value}" for key, value in SMALL.items()]
+    common += ["eval.every=0", "save.every=3", "optim.lr=1e-2", "run.hang_timeout=60"]
+    for method in ("none", "lora"):
+        base = WORK / "pairs" / method
+        shutil.rmtree(base, ignore_errors=True)
+        given = ["recipes/tiny.yaml", *common, f"adapter.method={method}", f"run.dir={base}"]
+
+        def run(gear, ranks, name, steps, resume="auto", given=given, base=base):
+            arguments = [*given, f"run.name={name}", f"train.steps={steps}", f"run.resume={resume}"]
+            return run_ranks(gear, arguments, base, ranks)
+
+        expected = run("single", 1, "whole", 6).losses
+        for first, first_ranks in GEARS:
+            start = run(first, first_ranks, first, 3)
+            for second, second_ranks in GEARS:
+                if first == second:
+                    continue
+                name = f"{first}-{second}"
+                outcome = run(second, second_ranks, name, 6, base / first / "checkpoints" / "step-3")
+                if set(outcome.codes) != {0}:
+                    found.append(f"{method} {name}: {outcome.output[-500:]}")
+                    continue
+                losses = start.losses + outcome.losses
+                apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+                worst = max(worst, apart)
+                found += [f"{method} {name}: {apart:.1e} apart"] if apart > 1e-5 else []
+    return found, {"largest_difference": worst}
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers"))
+    return (
+        f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def write_table(results: dict) -> None:
+    rows = ["| fault | times | what must come of it | outcome |", "|---|---|---|---|"]
+    for name, (function, _, outcome) in FAULTS.items():
+        if name in results:
+            found = results[name]
+            verdict = "as it must" if not found["problems"] else "**not so**: " + "; ".join(found["problems"])[:200]
+            times = found["facts"].get("killed", found["times"])
+            rows.append(f"| {function.__doc__} | {times} | {outcome} | {verdict} ({found['seconds']:.0f} s) |")
+    notes = []
+    waits = results.get("kill_a_rank", {}).get("facts", {}).get("seconds_to_next_step")
+    if waits:
+        ordered = sorted(waits)
+        notes.append(
+            f"From a rank's last step before its death to the first step of the restarted run: median "
+            f"{ordered[len(ordered) // 2]:.1f} s, at most {ordered[-1]:.1f} s ({len(ordered)} times), most of it "
+            "Python importing its libraries twice."
+        )
+    apart = results.get("every_gear_to_every_gear", {}).get("facts", {}).get("largest_difference")
+    if apart is not None:
+        notes.append(f"From gear to gear the largest relative difference of a loss was {apart:.1e}.")
+    struck = results.get("soak", {}).get("facts", {}).get("struck")
+    if struck:
+        notes.append("The soak's faults: " + ", ".join(f"{kind} {count}" for kind, count in struck.items()) + ".")
+    made = f"Made by `make faults` on {time.strftime('%Y-%m-%d')}: {machine()}."
+    table = "\n".join([made, "", *rows, "", *(note + "\n" for note in notes)])
+    page = ROOT / "docs" / "reliability.md"
+    before, mark, after = page.read_text(encoding="utf-8").partition("<!-- made by make faults -->\n")
+    end = after.partition("<!-- end -->")[2]
+    page.write_text(f"{before}{mark}{table}<!-- end -->{end}", encoding="utf-8")
+
+
+def main(names: list[str]) -> int:
+    from support.documents import make_chats
+
+    for folder in ("runs", "ledgers", "logs"):
+        (WORK / folder).mkdir(parents=True, exist_ok=True)
+    make_chats(WORK / "chats.jsonl")
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for name, (function, times, _) in FAULTS.items():
+        if (names and name not in names) or (not names and results.get(name, {}).get("problems") == []):
+            continue
+        for folder in ("runs", "ledgers"):
+            for old in (WORK / folder).iterdir():
+                if not old.name.startswith("reference-"):
+                    shutil.rmtree(old)
+        started = time.monotonic()
+        try:
+            problems, facts = function(random.Random(name), times)
+        except Exception as error:
+            problems, facts = [f"{type(error).__name__}: {error}"], {}
+        results[name] = {
+            "problems": problems, "facts": facts, "times": times, "seconds": time.monotonic() - started
+        }  # fmt: skip
+        RESULTS.write_text(json.dumps(results, indent=1))
+        print(f"{name}: {problems or 'as it must'} {facts}", flush=True)
+        write_table(results)
+    return int(any(found["problems"] for found in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

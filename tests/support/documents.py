@@ -1,0 +1,52 @@
+"""Documents that are made up: in memory, for tests that need rows and no files, and as a file of chats."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from gearbox.data import builtin_tasks
+from gearbox.data.batches import PackedRows
+from gearbox.data.packing import Chunks
+
+
+class Made:
+    """A corpus out of lists, as far as `PackedRows` needs one."""
+
+    def __init__(self, tokens: list[list[int]], supervised: list[list[int]]) -> None:
+        self._tokens = [np.array(ids, np.int32) for ids in tokens]
+        self._supervised = [np.array(flags, np.int8) for flags in supervised]
+        self.lengths = np.array([len(ids) for ids in self._tokens], np.int64)
+        self.targets = np.array([int(flags[1:].sum()) for flags in self._supervised])
+        self.origin = np.zeros(len(self), np.int32)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def tokens(self, document: int) -> np.ndarray:
+        return self._tokens[document]
+
+    def loss_mask(self, document: int) -> np.ndarray:
+        return self._supervised[document]
+
+    def chunks(self) -> Chunks:
+        return Chunks(np.arange(len(self)), np.zeros(len(self), np.int64), self.lengths, self.targets)
+
+    def rows(self, row_tokens: int, pad_token: int = 0, packing: bool = True, group=None) -> PackedRows:
+        return PackedRows(self, self.chunks(), row_tokens, pad_token, packing, group)
+
+
+def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7, vocabulary: int = 90) -> Made:
+    draw = np.random.default_rng(seed)
+    return Made(
+        [draw.integers(4, vocabulary, n).tolist() for n in lengths],
+        [(draw.random(n) < supervised).astype(int).tolist() for n in lengths],
+    )
+
+
+def make_chats(path: Path) -> Path:
+    """300 chats of uneven length and one to three turns, as a file of messages."""
+    documents = builtin_tasks.documents(600)
+    joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))
+    return path

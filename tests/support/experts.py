@@ -1,0 +1,21 @@
+"""Small mixtures of experts."""
+
+import transformers
+
+from gearbox import ROOT
+
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
+EXPERTS, CHOSEN, LAYERS, WEIGHT = 4, 2, 2, 0.1
+SMALL = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "num_experts_per_tok": CHOSEN,
+    "router_aux_loss_coef": WEIGHT,
+}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 32},
+}
+
+
+def config_of(family: str):
+    return getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family])

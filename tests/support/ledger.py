@@ -1,0 +1,150 @@
+"""The oracle of all faults: every rank writes down each step it takes, and afterwards the books must balance."""
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from gearbox.checkpoint import folders, manifest
+from gearbox.checkpoint.train_state import TrainState
+from gearbox.data import batches
+
+VARIABLE = "GEARBOX_TEST_LEDGER"  # the folder of the ledgers
+
+
+def install() -> None:
+    """From here on this process appends (attempt, step, row ids, loss) to its rank's ledger, before all else."""
+    make_step, advance = batches.make_step_batch, TrainState.advance
+    rows: list[int] = []
+
+    def noted(*arguments):
+        step = make_step(*arguments)
+        rows[:] = step.row_ids
+        return step
+
+    def written(self, batch, result):
+        line = {
+            "attempt": os.getpid(), "step": self.step + 1, "rows": rows, "loss": float(result.loss).hex(), "time": time.time()
+        }  # fmt: skip
+        with (Path(os.environ[VARIABLE]) / f"rank-{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return advance(self, batch, result)
+
+    batches.make_step_batch, TrainState.advance = noted, written
+
+
+@dataclass
+class Books:
+    """What the ranks wrote: for each rank its attempts in order, each a list of lines."""
+
+    attempts: dict[str, list[list[dict]]] = field(default_factory=dict)
+
+    @property
+    def restarts(self) -> list[float]:
+        """Seconds from the last step of an attempt to the first one of the next, of rank 0."""
+        mine = self.attempts["rank-0"]
+        return [round(after[0]["time"] - before[-1]["time"], 1) for before, after in pairwise(mine)]
+
+
+def read(folder: Path) -> Books:
+    books = Books()
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        grouped = defaultdict(list)
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            grouped[entry["attempt"]].append(entry)
+        books.attempts[path.stem] = list(grouped.values())
+    return books
+
+
+def kept(attempts: list[list[dict]]) -> list[dict]:
+    """The steps that count: those of an attempt before the place from which the next one went on."""
+    lines: list[dict] = []
+    for attempt in attempts:
+        first = attempt[0]["step"]
+        lines = [line for line in lines if line["step"] < first] + attempt
+    return lines
+
+
+def num_rows(undisturbed: Books) -> int:
+    """Of an epoch: where the rows of a run begin to come again."""
+    seen: set[int] = set()
+    for line in kept(undisturbed.attempts["rank-0"]):
+        for row in line["rows"]:
+            if row in seen:
+                return len(seen)
+            seen.add(row)
+    return len(seen)
+
+
+def problems(books: Books, reference: Books, num_ranks: int, num_steps: int, num_rows: int, tolerance=0.0) -> list[str]:
+    """What does not balance against a run that nobody disturbed. Nothing, if all is well."""
+    found = []
+    expected = {line["step"]: line for line in kept(reference.attempts["rank-0"])}
+    if len(books.attempts) != num_ranks and not tolerance:
+        found.append(f"{len(books.attempts)} ledgers of {num_ranks} ranks")
+    for rank, attempts in books.attempts.items():
+        lines = kept(attempts)
+        steps = [line["step"] for line in lines]
+        if steps != list(range(1, num_steps + 1)) and not tolerance:
+            found.append(f"{rank}: steps {_gaps(steps, num_steps)}")
+        for line in (line for attempt in attempts for line in attempt):  # also those done again
+            if line["rows"] != expected[line["step"]]["rows"]:
+                found.append(f"{rank}: step {line['step']} trained other rows")
+            theirs, ours = (float.fromhex(each["loss"]) for each in (expected[line["step"]], line))
+            if abs(ours - theirs) > tolerance * abs(theirs):
+                found.append(f"{rank}: step {line['step']} has the loss {ours!r} instead of {theirs!r}")
+    consumed = [row for line in kept(books.attempts["rank-0"]) for row in line["rows"]]
+    for epoch in range(0, len(consumed), num_rows):
+        part = consumed[epoch : epoch + num_rows]
+        if len(set(part)) != len(part):
+            found.append(f"epoch {epoch // num_rows}: {len(part) - len(set(part))} rows came twice")
+    return found
+
+
+def _gaps(steps: list[int], num_steps: int) -> str:
+    missing = sorted({*range(1, num_steps + 1)} - {*steps})
+    twice = sorted({step for step in steps if steps.count(step) > 1})
+    return f"missing {missing[:5]}, twice {twice[:5]}"
+
+
+def whole_checkpoint(folder: Path) -> int | None:
+    """The step of the newest checkpoint that verifies, or None."""
+    for step, path in folders.list_checkpoints(folder):
+        try:
+            manifest.verify_shards(path, manifest.read_manifest(path)["files"])
+            return step
+        except manifest.CorruptCheckpoint:
+            continue
+    return None
+
+
+class Monitor(threading.Thread):
+    """Looks all the time whether, after the first, there is a checkpoint that verifies."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.ended, self.looks, self.gaps, self.seen = folder, threading.Event(), 0, 0, False
+        self.start()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.1):
+            # Twice: the first look may fall between a listing and the removal of what it listed.
+            found = whole_checkpoint(self.folder) or whole_checkpoint(self.folder)
+            self.seen = self.seen or found is not None
+            self.looks += self.seen
+            self.gaps += self.seen and found is None
+
+    def result(self) -> list[str]:
+        self.ended.set()
+        self.join()
+        return [f"{self.gaps} of {self.looks} looks found no whole checkpoint"] if self.gaps or not self.looks else []
+
+
+def leftovers(run: Path) -> list[str]:
+    """Temporary files and folders that a run should not leave."""
+    return [str(path) for path in run.rglob("*") if ".tmp" in path.name]

@@ -1,0 +1,191 @@
+"""Which method runs under which gear, by running it: `make matrix` writes docs/matrix.md.
+
+A cell is two runs on warm forked ranks: two steps with a checkpoint, and two more that go on from it. It is held
+against the same method on one device: losses, saved steps, and the exported model read back from its folder.
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+# python tests/support/matrix.py: what pytest's pythonpath does
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from gearbox import ROOT
+from gearbox.checkpoint.folders import list_checkpoints
+from gearbox.config.gear import gear_names, load_gear
+from support.documents import make_chats
+from support.methods import METHODS
+from support.ranks import Outcome, run_ranks, skip_loading_back
+
+TABLE = ROOT / "docs" / "matrix.md"
+COLUMNS = METHODS | {
+    "tokens": ("adapter.method=lora", "model.add_tokens=[<think>]"),
+    "continued": (
+        "adapter.method=lora",
+        "adapter.path={adapter}",
+        "model.name={base}",
+        "model.init=pretrained",
+        "run.rehearse=false",
+    ),
+}
+STAGES = ("train", "save", "resume", "export")
+TOLERANCE = 1e-4  # of losses, relative, and of weights
+
+
+class Cell(NamedTuple):
+    passed: tuple[str, ...]
+    """Of STAGES, those that did what one device does."""
+    why: str
+    """What the run says of it, where it is refused; else the end of what it printed."""
+
+    @property
+    def mark(self) -> str:
+        return "yes" if self.passed == STAGES else "refused" if self.why and not self.passed else ", ".join(self.passed)
+
+
+class Matrix:
+    """Runs cells below a folder, and one device's of each method once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.chats = make_chats(folder / "chats.jsonl")
+        self.references: dict[str, Outcome] = {}
+
+    def cell(self, gear: str, method: str) -> Cell:
+        reference = self.reference(method)
+        first = self.run(gear, method, "run.name=cell", steps=2)
+        if 2 in first.codes:
+            return Cell((), self.refusal(first.output))
+        if set(first.codes) != {0}:
+            return Cell((), f"ended with {first.codes}: {first.output[-1500:]}")
+        passed = ["train"] if close(first.losses, reference.losses[:2]) else []
+        passed += ["save"] if [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [2] else []
+        last = self.run(gear, method, "run.name=cell", "run.resume=latest", steps=4)
+        if set(last.codes) != {0}:
+            return Cell(tuple(passed), f"resume ended with {last.codes}: {last.output[-1500:]}")
+        has_gone_on = "goes on from" in last.output
+        passed += ["resume"] if has_gone_on and close(last.losses, reference.losses) else []
+        passed += ["export"] if same_model(last.folder / "model", reference.folder / "model") else []
+        return Cell(tuple(passed), "" if len(passed) == len(STAGES) else f"{last.losses} against {reference.losses}")
+
+    def reference(self, method: str) -> Outcome:
+        if method not in self.references:
+            self.references[method] = outcome = self.run("single", method, f"run.name=reference-{method}", steps=4)
+            assert outcome.codes == [0], outcome.output
+        return self.references[method]
+
+    def run(self, gear: str, method: str, *more: str, steps: int) -> Outcome:
+        settings = {
+            "run.rehearse": "true", "run.dir": str(self.folder / "runs" / gear / method), "data.path": str(self.chats),
+            "batch.rows": "4", "batch.row_tokens": "64", "batch.micro_rows": "1", "train.steps": str(steps),
+            "schedule.name": "constant", "schedule.warmup": "0", "optim.lr": "5e-3", "optim.eps": "1e-3",
+            "eval.fraction": "0", "eval.samples": "0", "save.every": "2",
+        }  # fmt: skip
+        places = {}
+        if method == "continued":
+            start = self.reference("lora").folder
+            places = {"adapter": start / "model", "base": start / "base"}
+        given = [setting.format(**places) for setting in COLUMNS[method]]
+        arguments = [*(f"{key}={value}" for key, value in settings.items()), *given, *more]
+        return run_ranks(gear, ["recipes/tiny.yaml", *arguments], self.folder / "runs" / gear / method)
+
+    def refusal(self, output: str) -> str:
+        """The line that refuses, without the names of files."""
+        lines = [line for line in output.splitlines() if re.match(r"\S+\.(yaml|json): |[a-z]+\.[a-z_]+: ", line)]
+        return re.sub(r"\S*/", "", lines[-1]) if lines else output[-500:]
+
+
+def close(ours: list[float], theirs: list[float]) -> bool:
+    return ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def same_model(ours: Path, theirs: Path) -> bool:
+    """The same files, settings and weights, so that whoever loads the one loads the other."""
+    (mine,), (other,) = (list(folder.glob("*.safetensors")) for folder in (ours, theirs))
+    if {path.name for path in ours.iterdir()} != {path.name for path in theirs.iterdir()}:
+        return False
+    settings = [json.loads(next(folder.glob("*config.json")).read_text()) for folder in (ours, theirs)]
+    for each in settings:
+        for key in ("target_modules", "base_model_name_or_path", "_name_or_path"):
+            each.pop(key, None)  # sets in any order, and each run's own random base
+    a, b = load_file(mine), load_file(other)
+    return settings[0] == settings[1] and a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=0, atol=TOLERANCE) for name in a
+    )  # fmt: skip
+
+
+def read_table() -> dict[tuple[str, str], str]:
+    """The committed marks by gear and method."""
+    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    methods = list(COLUMNS)
+    return {
+        (row[0].strip("`"), method): re.sub(r" \[\d+\]", "", mark)
+        for row in rows
+        for method, mark in zip(methods, row[2:], strict=True)
+    }
+
+
+def write_table(cells: dict[tuple[str, str], Cell]) -> None:
+    reasons: list[str] = []
+    lines = []
+    for gear in gear_names():
+        marks = []
+        for method in COLUMNS:
+            cell = cells[gear, method]
+            mark = cell.mark
+            if mark != "yes":
+                why = cell.why.splitlines()[0] if cell.mark == "refused" else "fails: see `make matrix`"
+                if why not in reasons:
+                    reasons.append(why)
+                mark += f" [{reasons.index(why) + 1}]"
+            marks.append(mark)
+        lines.append(
+            f"| `{gear}` | {load_gear(ROOT / f'accelerate_configs/{gear}.yaml').num_processes} | {' | '.join(marks)} |"
+        )
+    names = "torch accelerate deepspeed transformers peft bitsandbytes".split()
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, no GPU; Python {platform.python_version()}"
+    text = f"""# Every gear with every method
+
+Written by `make matrix`, which runs each cell, on {datetime.now(UTC):%Y-%m-%d}: {machine}; {versions}.
+
+A `yes` has trained two steps, saved a checkpoint, gone on from it for two more, and exported its model; losses and
+exported weights are within {TOLERANCE:g} of the same method on one device, in fp32. A refusal is what the command says,
+before anything is trained. `tokens` is LoRA with `model.add_tokens`; `continued` goes on with an adapter.
+
+| gear | ranks | {" | ".join(COLUMNS)} |
+|---|---|{"---|" * len(COLUMNS)}
+"""
+    text += "\n".join(lines) + "\n\n" + "\n".join(f"{i}. {why}" for i, why in enumerate(reasons, start=1)) + "\n"
+    TABLE.write_text(text)
+
+
+def main() -> None:
+    skip_loading_back(pytest.MonkeyPatch())
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(Path(folder))
+        cells = {}
+        for gear in gear_names():
+            for method in COLUMNS:
+                cells[gear, method] = cell = matrix.cell(gear, method)
+                print(f"{gear:14} {method:10} {cell.mark:10} {cell.why}", flush=True)
+    write_table(cells)
+    failed = [key for key, cell in cells.items() if cell.mark not in ("yes", "refused")]
+    sys.exit(f"{len(failed)} cells neither work nor are refused: {failed}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

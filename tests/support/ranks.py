@@ -1,0 +1,167 @@
+"""Forked ranks from a warm parent: each runs the real train.py under the environment that `accelerate launch` sets."""
+
+from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelerate.commands.launch as launcher
+import bitsandbytes  # noqa: F401  warm
+import datasets  # noqa: F401  warm
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.ops.op_builder.all_ops
+import deepspeed.runtime.superoffload.superoffload_stage3
+import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  warm
+import peft  # noqa: F401  warm
+import pytest
+import torch
+import torch.utils.tensorboard
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from safetensors.torch import load_file
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.llama import modeling_llama  # noqa: F401  warm
+
+import train as train_script
+from gearbox.config.gear import load_gear
+from gearbox.errors import UserError
+from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
+from support import kinds
+
+get_checkpoint_conversion_mapping("llama")  # warm: it compiles a thousand patterns, and keeps them
+torch.set_num_threads(1)  # after ops on two threads, forked children hang
+PATIENCE = 15  # seconds for the others after one has failed
+TIMEOUT = 300  # seconds until hanging ranks are killed; far above any run here
+
+
+@dataclass
+class Outcome:
+    codes: list[int]
+    output: str
+    folder: Path | None
+
+    def lines(self, key: str) -> list[dict]:
+        assert self.folder is not None, self.output
+        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if key in record]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines("loss")]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        assert self.folder is not None, self.output
+        (file,) = (self.folder / "model").glob("*.safetensors")
+        return load_file(file)
+
+
+def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str, str]:
+    """What accelerate's own launcher would put into the environment of each rank."""
+    arguments = ["--config_file", str(gear_path)]
+    if num_processes is not None:
+        arguments += ["--num_processes", str(num_processes)]
+    parsed = launcher.launch_command_parser().parse_args([*arguments, "src/train.py"])
+    parsed, defaults, _ = launcher._validate_launch_command(parsed)
+    if parsed.use_deepspeed:
+        parsed.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as launch_command does
+        return prepare_deepspeed_cmd_env(parsed)[1]
+    if parsed.use_fsdp or parsed.multi_gpu:
+        return prepare_multi_gpu_env(parsed)
+    return prepare_simple_launcher_cmd_env(parsed)[1]
+
+
+def fork_ranks(
+    num_ranks: int, environment: dict[str, str], work, meanwhile=lambda children: None
+) -> tuple[list[int], str]:
+    """Run work() in num_ranks forked children; returns exit codes and all that they printed.
+
+    `meanwhile` is called here with their process ids.
+    """
+    kinds.refuse_in_unit_tests("ranks", "ranks")
+    # The ranks meet in a store of this process, as torch's launcher has one: a port that was free a moment ago may be
+    # somebody else's by now.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            gc.freeze()  # else the child's collector goes through all that the parent has, and copies its pages
+            try:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
+                # torch replaces its thread pool at the first use after a fork, and not thread-safely: transformers'
+                # loader threads once met "Invalid thread pool!". One use before there are threads does it.
+                torch.set_num_threads(1)
+                os.environ.update(environment)
+                if num_ranks > 1:
+                    os.environ.update(
+                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+                        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+                        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
+                    )  # fmt: skip
+                code = work() or 0
+            except UserError as error:
+                print(error)
+                code = 2
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    meanwhile(children)
+    codes = _wait(children)
+    log.seek(0)
+    return codes, log.read()
+
+
+def skip_loading_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the fresh process at a run's end, which loads the model back and costs 5 s."""
+    monkeypatch.setattr(finish, "ask_saved", lambda *_: "(not asked)")
+
+
+def _wait(children: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + TIMEOUT
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes:
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+                    if codes[child]:  # the others would wait for it until the timeout
+                        deadline = min(deadline, time.monotonic() + PATIENCE)
+        if time.monotonic() > deadline:
+            for child in set(children) - set(codes):
+                os.kill(child, 9)
+        time.sleep(0.02)
+    return [codes[child] for child in children]
+
+
+def run_ranks(
+    gear_name: str, arguments: list[str], runs: Path, num_processes: int | None = None, meanwhile=lambda children: None
+) -> Outcome:
+    path = ROOT / "accelerate_configs" / f"{gear_name}.yaml" if "/" not in gear_name else Path(gear_name)
+    flags = {} if num_processes is None else {"num_processes": str(num_processes)}
+    gear = load_gear(path, flags)
+    environment = launcher_environment(path, num_processes)
+    before = set(runs.glob("*")) if runs.exists() else set()
+
+    def work() -> int:
+        return train_script.main(arguments, gear)
+
+    codes, output = fork_ranks(gear.num_processes, environment, work, meanwhile)
+    made = (set(runs.glob("*")) if runs.exists() else set()) - before
+    named = [runs / argument.partition("=")[2] for argument in arguments if argument.startswith("run.name=")]
+    return Outcome(codes, output, made.pop() if made else next(iter(named), None))

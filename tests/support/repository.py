@@ -1,0 +1,40 @@
+"""The repository's own files: documents, what git tracks, what imports slowly."""
+
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+
+from gearbox import ROOT
+
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
+
+
+def tracked() -> list[str]:
+    """The files that a clone would have, and those not yet committed."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """The files that a clone would have, and those not yet committed."""
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def plant(tree) -> str:
+    """Write files as users have them, with keys and tokens; each holds one word, which is returned and nowhere else."""
+    secret = f"planted{secrets.token_hex(16)}"
+    for name in (
+        ".env .env.local .netrc id_rsa id_ed25519 key.pem src/.env src/gearbox/.env.production recipes/id_rsa "
+        "recipes/my.pem docker/key.pem .huggingface/token .cache/huggingface/token src/token .git/config kubeconfig "
+        "runs/mine/metrics.jsonl wandb/run models/m/model.safetensors recipes/secrets.yaml ds_configs/credentials.json "
+        "tests/leftover .kube/config src/gearbox/__pycache__/x.cpython-311.pyc src/wandb/settings requirements/.netrc"
+    ).split():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(f"token = {secret}\n")
+    return secret

@@ -1,0 +1,91 @@
+"""The loop: how long it runs, what it skips on all ranks, when it gives up, and what a failure leaves."""
+
+import json
+import math
+
+import pytest
+
+from gearbox.checkpoint.train_state import TrainState
+from support.corpora import jsonl
+from support.faults import STEPS, at_step, patch_step
+
+
+def spoiled(number: int, monkeypatch, rank: int = 1, forever: bool = False):
+    """The loss of a rank is NaN in one step, or in each."""
+
+    def spoil(step):
+        if (step.number == number or forever) and step.rank == rank:
+            forward = step.model.forward
+            step.model.forward = lambda *arguments, **inputs: forward(*arguments, **inputs) * float("nan")
+            try:
+                step.take()
+            finally:
+                step.model.forward = forward
+
+    patch_step(monkeypatch, spoil)
+
+
+@pytest.mark.parametrize(
+    ("gear", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
+)
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(train, monkeypatch, gear, ranks):
+    with monkeypatch.context() as here:
+        spoiled(3, here, rank=ranks - 1)
+        outcome = train(gear, *STEPS, "train.steps=5", ranks=ranks)
+    assert set(outcome.codes) == {0}, outcome.output
+    lines = outcome.lines("num_skipped")
+    assert [line["num_skipped"] for line in lines] == [0, 0, 1, 1, 1]
+    assert [line["loss"] is None for line in lines] == [False, False, True, False, False]
+    assert outcome.output.count("step 3/5  not finite, skipped on all ranks") == 1
+    # The weights are those of a run that never saw step 3's rows: its rows are consumed, its step not taken.
+    patch_step(monkeypatch, at_step(3, lambda step: step.leave_out()))
+    without = train(gear, *STEPS, "train.steps=5", "run.name=without", ranks=ranks)
+    assert outcome.losses[3:] == without.losses[3:]
+
+
+def test_too_many_in_a_row_end_the_run_with_their_rows(train, monkeypatch):
+    spoiled(0, monkeypatch, forever=True)
+    outcome = train("ddp", *STEPS, "run.max_bad_steps=2", ranks=2)
+    assert outcome.codes == [2, 2]
+    assert "step 2: the loss is nan" in outcome.output and "look at the rows [" in outcome.output
+    assert "chats.jsonl:" in outcome.output
+    assert json.loads((outcome.folder / "status.json").read_text())["outcome"] == "failed"
+    assert [line["num_skipped"] for line in outcome.lines("num_skipped")] == [1, 2]
+
+
+def test_spikes_are_marked():
+    progress = TrainState()
+    marks = []
+    for step in range(60):
+        loss = 9.0 if step in (5, 40) else 3.0 - 0.01 * step + 0.1 * (step % 3)
+        marks += [step] if progress.advance(
+            rows_hash="", num_tokens=1, num_targets=1, loss=loss, skipped=False) else []  # fmt: skip
+    assert marks == [40], "nothing can be told of the first ones"
+
+
+def test_epochs_become_steps(train):
+    outcome = train("single", "train.steps=null", "train.epochs=1", "batch.rows=16", "batch.micro_rows=16")
+    num_rows = int(outcome.output.split(" of 128 tokens")[0].split()[-1])
+    assert len(outcome.losses) == math.ceil(num_rows / 16) > 3
+
+
+def test_a_run_that_fails_after_its_first_step_keeps_its_numbers(train):
+    outcome = train("single", "optim.lr=1e30", "optim.max_grad_norm=0", "train.steps=9")
+    assert outcome.codes == [2]
+    assert "not finite for 3 steps in a row (run.max_bad_steps); lower optim.lr" in outcome.output
+    assert [line["grad_norm"] for line in outcome.lines("grad_norm")][-3:] == [None] * 3
+    assert not (outcome.folder / "model").exists()
+    assert outcome.losses
+
+
+def test_plain_text_and_weighted_sources_train_alike_on_any_ranks(train, tmp_path):
+    jsonl(tmp_path / "a.jsonl", [{"text": f"plain text {i} " * (1 + i % 40)} for i in range(60)])
+    path = f"[{{path: {tmp_path}/a.jsonl, weight: 2}}, {{path: builtin:tasks, weight: 1}}]"
+    runs = [
+        train("single" if ranks == 1 else "ddp", f"data.path={path}", f"batch.micro_rows={micro}", ranks=ranks)
+        for ranks, micro in ((1, 6), (2, 1), (3, 2))
+    ]
+    assert all(set(run.codes) == {0} for run in runs), runs[0].output
+    assert len({tuple(line["rows_hash"] for line in run.lines("rows_hash")) for run in runs}) == 1
+    for run in runs[1:]:
+        assert run.losses == pytest.approx(runs[0].losses, rel=1e-5)

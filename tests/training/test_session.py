@@ -1,0 +1,100 @@
+"""What is settled before the first step: data that all ranks share, documents kept apart, what is left out."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import transformers
+
+from gearbox import ROOT
+from gearbox.data import corpus, tokenization
+from support.corpora import jsonl
+
+
+@pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
+def test_a_model_that_lets_packed_documents_see_each_other_gets_one_a_row(train, tmp_path, gear):
+    """LFM2's convolutions run through a packed row. The loss must be that of the documents one at a time."""
+    folder = tmp_path / "lfm2"
+    settings = transformers.Lfm2Config(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny").save_pretrained(folder)
+    given = (f"model.name={folder}", "model.init=pretrained", "run.rehearse=false", "batch.micro_rows=3")
+    packed = train(gear, *given, ranks=2 if gear != "single" else 1)
+    assert set(packed.codes) == {0}, packed.output
+    assert "this model does not keep them apart, so each row holds one document" in packed.output
+    assert "of a document each" in packed.output and " filled, " not in packed.output
+    padded = train(gear, *given, "data.packing=false", ranks=2 if gear != "single" else 1)
+    assert packed.losses == padded.losses
+    assert "does not keep them apart" not in padded.output
+
+
+def test_documents_that_are_not_trained_are_listed_in_the_runs_folder(train, tmp_path):
+    records = [{"instruction": f"q{i}", "output": "a"} for i in range(30)]
+    records[7] = {"instruction": "q7"}
+    records[9]["instruction"] = "q" * 200
+    path = jsonl(tmp_path / "a.jsonl", records)
+    outcome = train("ddp", f"data.path={path}", "data.on_bad_row=skip", "eval.fraction=0.1", ranks=2)
+    assert set(outcome.codes) == {0}, outcome.output
+    listed = [json.loads(line) for line in (outcome.folder / "dropped.jsonl").read_text().splitlines()]
+    assert listed == [
+        {"place": f"{path}:8", "reason": "output: is missing; the fields are instruction"},
+        {"place": f"{path}:10", "reason": "no supervised token before the cut"},
+    ]
+    told = next(line for line in outcome.output.splitlines() if line.startswith("documents "))
+    read, trained, held_out, dropped = [int(word) for word in told.split() if word.isdigit()][:4]
+    assert (read, dropped) == (30, 2) and read == trained + held_out + dropped
+
+
+def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 5}])
+    outcome = train("ddp", f"data.path={path}", ranks=2)
+    assert outcome.codes[0] == 2 and outcome.folder is None
+    assert f"{path}:2: text: must be text, found a number" in outcome.output
+    assert outcome.output.count("must be text") == 1, "the rank that waits has nothing to say"
+
+
+def one_dies(*_):
+    """The first process of the pool that comes here; the others go on."""
+    try:
+        os.mkdir(os.environ["DIED"])  # noqa: PTH102
+    except FileExistsError:
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_tokenizing_process_that_is_killed_ends_the_run(train, tmp_path, monkeypatch):
+    """The others are ended by SIGTERM, which must not be caught by the watch that they have inherited."""
+
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    monkeypatch.setattr(tokenization, "_run_worker", one_dies)
+    outcome = train("single", "data.path=builtin:tasks", "data.supervise=last")
+    assert outcome.codes == [2], outcome.output
+
+
+def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch):
+    """As machines do whose copies of a file differ."""
+
+    usual = corpus.load_corpora
+
+    def of_rank(recipe, tokenizer, is_builder, tell):
+        monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0)
+        path = jsonl(tmp_path / f"{is_builder}.jsonl", [{"text": f"{is_builder} {i}"} for i in range(50)])
+        here = recipe.data.model_copy(update={"path": str(path)})
+        return usual(recipe.model_copy(update={"data": here}), tokenizer, is_builder, tell)
+
+    monkeypatch.setattr(corpus, "load_corpora", of_rank)
+    outcome = train("ddp", ranks=2)
+    assert outcome.codes == [2, 2] and outcome.folder is None
+    assert "data.path: the ranks 1 have read other data than rank 0; is it the same on every machine?" in outcome.output
+
+
+def test_a_run_shows_what_it_trains_on(train):
+    outcome = train("ddp", ranks=2)
+    assert outcome.output.count("supervised between « and »") == 1
+    assert "<|assistant|>«" in outcome.output
+    assert "a neighbour changes a token's loss by 0" in outcome.output
