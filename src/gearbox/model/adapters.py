@@ -1,7 +1,7 @@
 """Adapters and added tokens: what is put into a loaded model before an engine wraps it.
 
-Every gear calls these on the same weights, so all start alike: ZeRO-3 has partitioned them already and gathers one at
-a time here; under FSDP only rank 0 has read them, and what it makes of them is sent to the others.
+Every gear calls these on the same weights, so all start identically. ZeRO-3 has partitioned the weights already and
+gathers one at a time here. Under FSDP only rank 0 has read them, and what it makes of them is sent to the others.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import re
 import types
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import copy_full_
-from gearbox.errors import UserError
+from gearbox.distributed.unwrap import without_adapter
+from gearbox.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 WEIGHTS = "adapter_model.safetensors"
 # Its advice is to share one adapter between tied embeddings, whose two parameters would then be views of one storage:
@@ -33,7 +39,7 @@ warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True`
 
 
 def download_adapter(recipe: Recipe) -> Recipe:
-    """The recipe with an adapter of the hub brought to this machine: its folder as adapter.path, its settings."""
+    """Download an adapter of the hub. Return the recipe with its folder as adapter.path, and with its settings."""
     path = recipe.adapter.path
     if path is None or Path(path).is_dir():
         return recipe
@@ -46,13 +52,12 @@ def download_adapter(recipe: Recipe) -> Recipe:
         raise UserError(str(error)) from None
     except Exception as error:
         raise UserError(
-            f"adapter.path: {path!r} is neither a folder here nor to be had from the hub: "
-            f"{' '.join(str(error).split())[:200]}"
+            f"adapter.path: {path!r} is neither a folder here nor to be had from the hub: {one_line(error, 200)}"
         ) from None
     return recipe.model_copy(update={"adapter": adapter.model_copy(update={"path": folder})})
 
 
-def check_tokens(recipe: Recipe, tokenizer: Any) -> None:
+def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise UserError where the adapter at adapter.path was trained with other added tokens than the recipe gives."""
     if recipe.adapter.path is None:
         return
@@ -66,17 +71,17 @@ def check_tokens(recipe: Recipe, tokenizer: Any) -> None:
                 "a new adapter (adapter.path=null)"
             )
         return
-    theirs = transformers.AutoTokenizer.from_pretrained(folder).get_added_vocab()
+    saved_ids = transformers.AutoTokenizer.from_pretrained(folder).get_added_vocab()
     known = set(tokenizer.get_vocab()) - set(given)
-    added = [token for token in sorted(theirs, key=lambda token: theirs[token]) if token not in known]
+    added = [token for token in sorted(saved_ids, key=lambda token: saved_ids[token]) if token not in known]
     if added != given:
         raise UserError(
             f"model.add_tokens: is {given}, but the adapter in {folder} was trained with {added}; give these"
         )
 
 
-def add_tokens(model: Any, tokenizer: Any, tokens: list[str]) -> None:
-    """Give each token, which the tokenizer has already, a row of the embedding and of the head: the mean of all others.
+def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
+    """Give each token a row of the embedding and of the head: the mean of all others. The tokenizer has it already.
 
     Rows that the model has to spare, as padding, are taken first.
     """
@@ -93,17 +98,50 @@ def add_tokens(model: Any, tokenizer: Any, tokens: list[str]) -> None:
             parameter.data[ids] = parameter.data[: min(ids)].float().mean(0).to(parameter.dtype)
 
 
-def attach_adapter(model: Any, recipe: Recipe) -> Any:
-    """The model, frozen, with a new adapter or the one at adapter.path, which alone is trained."""
+def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
+    """Freeze the model, and return it with a new adapter or the one at adapter.path, which is trained."""
+    import peft
+
+    adapter = recipe.adapter
+    config = _peft_config(model, recipe)
+    linear_layers = _linear_layers(model)
+    try:
+        if pipeline_stages.is_stage(model):
+            # Decides for all stages what all-linear means: one rank saves the config.
+            peft.get_peft_model(pipeline_stages.meta_model(model.config), config)
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"adapter.targets: {one_line(error)}") from None
+    _init_adapter(adapted, recipe.train.seed)
+    if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
+        raise UserError(
+            "adapter.targets: DoRA divides by the norm of each of the head's rows, and those of padding are zero; take "
+            "the head out, or use adapter.method=lora"
+        )
+    if adapter.path is not None:
+        modules = {name.removeprefix("base_model.model.") for name, _ in adapted.named_modules()}
+        left_out = [name for name in linear_layers if f"{name}.base_layer" not in modules]
+        if adapter.targets == "all-linear" and left_out:
+            raise UserError(
+                f"adapter.targets: is all-linear, but the adapter in {adapter.path} leaves out {left_out[0]}; take the "
+                "key out"
+            )
+        _load_adapter_weights(adapted, Path(adapter.path))
+    _keep_tied(model)
+    return adapted
+
+
+def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
+    """Return PEFT's config of the adapter: of a new one by the recipe, else of the one at adapter.path."""
     import peft
 
     adapter = recipe.adapter
     if adapter.path is not None:
-        settings = peft.PeftConfig.from_pretrained(adapter.path)
-        settings.inference_mode, settings.init_lora_weights = False, True
-        settings.base_model_name_or_path = None  # a base has other names elsewhere; whether it fits, its shapes say
+        config = peft.PeftConfig.from_pretrained(adapter.path)
+        config.inference_mode, config.init_lora_weights = False, True
+        config.base_model_name_or_path = None  # a base has other names elsewhere; whether it fits, its shapes say
     else:
-        settings = peft.LoraConfig(
+        config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=adapter.r,
             lora_alpha=adapter.alpha,
@@ -111,58 +149,33 @@ def attach_adapter(model: Any, recipe: Recipe) -> Any:
             use_dora=adapter.method == "dora",
             target_modules=_targets(model, recipe),
         )
-    settings.lora_dropout, settings.revision = adapter.dropout, recipe.model.revision
-    linear = _linear_layers(model)
-    try:
-        if pipeline_stages.is_stage(
-            model
-        ):  # what all-linear means is settled for all stages: one rank saves the settings
-            peft.get_peft_model(pipeline_stages.meta_model(model.config), settings)
-        wrapped = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise UserError(f"adapter.targets: {' '.join(str(error).split())[:300]}") from None
-    _init_adapter(wrapped, recipe.train.seed)
-    if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
-        raise UserError(
-            "adapter.targets: DoRA divides by the norm of each of the head's rows, and those of padding are zero; take "
-            "the head out, or use adapter.method=lora"
-        )
-    if adapter.path is not None:
-        reached = {name.removeprefix("base_model.model.") for name, _ in wrapped.named_modules()}
-        left_out = [name for name in linear if f"{name}.base_layer" not in reached]
-        if adapter.targets == "all-linear" and left_out:
-            raise UserError(
-                f"adapter.targets: is all-linear, but the adapter in {adapter.path} leaves out {left_out[0]}; take the "
-                "key out"
-            )
-        _load_adapter_weights(wrapped, Path(adapter.path))
-    _keep_tied(model)
-    return wrapped
+    config.lora_dropout, config.revision = adapter.dropout, recipe.model.revision
+    return config
 
 
-def _init_adapter(model: Any, seed: int) -> None:
-    """First values that follow from the seed and the module's name alone, wherever it is and with whichever others.
+def _init_adapter(model: PeftModel, seed: int) -> None:
+    """Draw first values that follow from the seed and the module's name, whichever other modules this rank has.
 
-    As PEFT draws them, but for that: a rank may hold a part of the layers, or of a layer.
+    PEFT draws from the same distributions, but in the order of modules. A rank may hold a stage, or shards of layers.
     """
     for name, module in model.named_modules():
-        draw = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
         for layer in getattr(module, "lora_A", {}).values():
-            whole = torch.empty(layer.weight.shape)
-            copy_full_(layer.weight, torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=draw))
+            full = torch.empty(layer.weight.shape)
+            copy_full_(layer.weight, nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator))
         for parameter in getattr(module, "lora_embedding_B", {}).values():
-            copy_full_(parameter, torch.randn(parameter.shape, generator=draw))
+            copy_full_(parameter, torch.randn(parameter.shape, generator=generator))
 
 
-def _linear_layers(model: Any) -> list[str]:
-    """What all-linear means: every linear layer but the output head."""
-    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of what all-linear means: every linear layer but the output head."""
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
 
 
-def _targets(model: Any, recipe: Recipe) -> str | list[str]:
-    """adapter.targets; with added tokens also the embedding and the head, whose new rows would else stay the mean."""
+def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:
+    """Return adapter.targets; with added tokens also the embedding and the head, else their new rows stay the mean."""
     targets = recipe.adapter.targets
     if not recipe.model.add_tokens:
         return targets
@@ -173,56 +186,70 @@ def _targets(model: Any, recipe: Recipe) -> str | list[str]:
     return [*targets, *names] if isinstance(targets, list) else rf"{targets}|(.*\.)?({'|'.join(map(re.escape, names))})"
 
 
-def _load_adapter_weights(model: Any, folder: Path) -> None:
-    """Put the weights of the adapter in `folder` in the place of the new ones. Raises UserError unless all fit."""
+def _load_adapter_weights(model: PeftModel, folder: Path) -> None:
+    """Replace the adapter's weights by those in `folder`. Raises UserError unless all fit."""
     import peft
-    from peft.utils.integrations import gather_params_ctx
 
-    found = load_file(folder / WEIGHTS)
-    if pipeline_stages.is_stage(model):
-        here = {name for name, _ in model.named_modules()}
-        absent = {
-            f"base_model.model.{name}" for name, _ in pipeline_stages.meta_model(model.config).named_modules()
-        } - here
-        found = {name: tensor for name, tensor in found.items() if name.split(".lora_")[0] not in absent}
-    rows = {name: found.pop(name) for name in list(found) if "lora_" not in name}
-    where = f"adapter.path: {folder} does not fit the model"
+    refusal = f"adapter.path: {folder} does not fit the model"
+    weights = _weights_of_stage(model, load_file(folder / WEIGHTS))
+    frozen = {name: weights.pop(name) for name in list(weights) if "lora_" not in name}
     try:
-        result = peft.set_peft_model_state_dict(model, found)
+        result = peft.set_peft_model_state_dict(model, weights)
     except RuntimeError as error:
-        raise UserError(f"{where}: {str(error).splitlines()[-1].strip()}") from None
+        raise UserError(f"{refusal}: {str(error).splitlines()[-1].strip()}") from None
     parameters = dict(model.named_parameters())
     missing = [name for name in result.missing_keys if name in parameters and parameters[name].requires_grad]
-    odd = [*(f"it lacks {name}" for name in missing), *(f"there is no {name}" for name in result.unexpected_keys)]
-    for name, tensor in rows.items():  # of a frozen embedding or head, as long as the added tokens made it
+    problems = [
+        *(f"it lacks {name}" for name in missing),
+        *(f"there is no {name}" for name in result.unexpected_keys),
+        *_copy_frozen(parameters, frozen),
+    ]
+    if problems:
+        raise UserError(f"{refusal}: {problems[0]}" + (f", and {len(problems) - 1} more" if problems[1:] else ""))
+
+
+def _weights_of_stage(model: PeftModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights without those of other stages of a pipeline."""
+    if not pipeline_stages.is_stage(model):
+        return weights
+    all_layers = pipeline_stages.meta_model(model.config).named_modules()
+    elsewhere = {f"base_model.model.{name}" for name, _ in all_layers} - {name for name, _ in model.named_modules()}
+    return {name: tensor for name, tensor in weights.items() if name.split(".lora_")[0] not in elsewhere}
+
+
+def _copy_frozen(parameters: dict[str, nn.Parameter], frozen: dict[str, torch.Tensor]) -> list[str]:
+    """Copy a saved embedding or head, which the added tokens made longer. Return what does not fit."""
+    from peft.utils.integrations import gather_params_ctx
+
+    problems = []
+    for name, tensor in frozen.items():
         if name not in parameters:
-            odd.append(f"there is no {name}")
+            problems.append(f"there is no {name}")
             continue
         with gather_params_ctx(parameters[name]):
             if parameters[name].shape == tensor.shape:
                 parameters[name].data.copy_(tensor)
             else:
-                odd.append(f"{name} is {list(tensor.shape)} there, {list(parameters[name].shape)} here")
-    if odd:
-        raise UserError(f"{where}: {odd[0]}" + (f", and {len(odd) - 1} more" if odd[1:] else ""))
+                problems.append(f"{name} is {list(tensor.shape)} there, {list(parameters[name].shape)} here")
+    return problems
 
 
-def _keep_tied(model: Any) -> None:
+def _keep_tied(model: PreTrainedModel) -> None:
     """Tie an embedding to a head where both are adapted: transformers' own way knows no weights below adapters."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:
 
-        def tie_weights(self: Any, *_: Any, **__: Any) -> None:
+        def tie_weights(self: PreTrainedModel, *_: object, **__: object) -> None:
             head.get_base_layer().weight = getattr(embedding, "base_layer", embedding).weight
 
         model.tie_weights = types.MethodType(tie_weights, model)
 
 
-def saved_frozen_names(model: Any, recipe: Recipe) -> set[str]:
-    """Names of the frozen parameters that an adapter is saved with: those that the added tokens have rows in."""
+def saved_frozen_names(model: PreTrainedModel | PeftModel, recipe: Recipe) -> set[str]:
+    """Return names of the frozen parameters that an adapter is saved with: those with rows of added tokens."""
     if recipe.adapter.method == "none" or not recipe.model.add_tokens:
         return set()
-    core = model.get_base_model()
-    layers = (core.get_input_embeddings(), core.get_output_embeddings())
-    mine = {id(p) for layer in layers for p in layer.parameters()}
-    return {name for name, p in model.named_parameters() if id(p) in mine and not p.requires_grad}
+    base_model = without_adapter(model)
+    layers = (base_model.get_input_embeddings(), base_model.get_output_embeddings())
+    ids = {id(p) for layer in layers for p in layer.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in ids and not p.requires_grad}

@@ -6,66 +6,84 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from gearbox import filesystem
 from gearbox.distributed import pipeline_stages
+from gearbox.distributed.unwrap import without_adapter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def save(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     source: str,
     dtype: torch.dtype,
     folder: Path,
 ) -> None:
-    """Write what `from_pretrained` loads: the whole model, or the adapter alone. `tensors` are whole, on the CPU.
+    """Write what `from_pretrained` loads: the full model, or the adapter alone. `tensors` are full, on the CPU.
 
     All ranks of a sharded model must call this with their own iterator; only the rank that is given tensors writes.
-    A whole model is cast to dtype, as it comes in; an adapter keeps its own. The folder appears at once, by a rename.
+    A full model is cast to dtype, tensor by tensor; an adapter keeps its own. `source` is what an adapter was trained
+    upon. The folder appears at once, by a rename.
     """
-    is_adapter = hasattr(model, "peft_config")
+    is_adapter = without_adapter(model) is not model
     weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
     if not weights:
         return
     with filesystem.atomic_folder(folder, folder.with_name(f"{folder.name}.tmp")) as aside:
         if is_adapter:
-            if pipeline_stages.is_stage(model):
-                import peft
-
-                # Of what it is given PEFT writes only that for which the model has adapters: let it be the whole model.
-                model = peft.get_peft_model(pipeline_stages.meta_model(model.config), model.peft_config["default"])
-            model.peft_config["default"].base_model_name_or_path = source
-            # "auto" would ask the hub for the size of the base's vocabulary.
-            has_rows = any("lora_" not in name for name in weights)
-            model.save_pretrained(aside, state_dict=weights, save_embedding_layers=has_rows)
-            (aside / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+            _save_adapter(model, weights, source, aside)
         else:
             model.config.use_cache = True
             model.config.dtype = dtype
             model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it was asked
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while its model was asked
 
 
-def stored_dtype(config: Any) -> torch.dtype:
-    """The dtype in which a checkpoint's weights are kept, and in which the trained ones are saved."""
+def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
+    """Write an adapter with its config, in PEFT's format."""
+    if pipeline_stages.is_stage(model):
+        import peft
+
+        # Of the weights it is given PEFT writes only those for which the model has adapters: let it be the full model.
+        model = peft.get_peft_model(pipeline_stages.meta_model(model.config), model.peft_config["default"])
+    model.peft_config["default"].base_model_name_or_path = source
+    # "auto" would ask the hub for the size of the base's vocabulary.
+    has_rows = any("lora_" not in name for name in weights)
+    model.save_pretrained(folder, state_dict=weights, save_embedding_layers=has_rows)
+    (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+
+
+def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    """Return the dtype in which a checkpoint's weights are stored, and in which the trained ones are saved."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def load_for_answers(folder: Path, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """A saved model (an adapter with its base) and its tokenizer, on the CPU or the first GPU, as a user loads it."""
-    settings = folder / "adapter_config.json"
-    adapter = json.loads(settings.read_text()) if settings.is_file() else {}
-    base, revision = adapter.get("base_model_name_or_path", str(folder)), adapter.get("revision")
+def load_for_answers(
+    folder: Path, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
+    """Load a saved model (an adapter with its base) and its tokenizer as a user does, on the CPU or the first GPU."""
+    adapter_config = folder / "adapter_config.json"
+    settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
+    base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
     trust = {"trust_remote_code": trust_remote_code}
     model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
     tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    if settings.is_file():
+    if adapter_config.is_file():
         import peft
 
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows

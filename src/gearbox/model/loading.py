@@ -1,25 +1,36 @@
-"""Weights, quantization and adapters: from a recipe to a model, and from a model to a folder that others load."""
+"""Tokenizer, config and weights, quantization and adapters: from a recipe to a model."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from gearbox import ROOT
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
 from gearbox.filesystem import digest_of
 from gearbox.model import adapters, loss
 
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the outcome is said in one line
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; a UserError says the outcome in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
 # PEFT's own patterns for the experts of a mixture, which it applies nevertheless.
@@ -31,11 +42,11 @@ TINY = ROOT / "recipes" / "tiny"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
-def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> Any:
-    """The model's tokenizer, with the chat template of that file if there is one, and with the recipe's added tokens.
+def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> PreTrainedTokenizerFast:
+    """Return the model's tokenizer with the recipe's added tokens, and the chat template of a file if one is given.
 
-    These are no special tokens: those are taken out of answers, where whoever parses a mark looks for it. A rehearsal
-    of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    Added tokens are no special tokens: those are removed from answers, where a parser looks for the added ones.
+    A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
@@ -55,8 +66,8 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> A
     return tokenizer
 
 
-def load_config(model: Model, rehearse: bool) -> Any:
-    """The architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
+def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
+    """Return the architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
     try:
         config = AutoConfig.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
     except Exception as error:
@@ -75,12 +86,12 @@ def load_config(model: Model, rehearse: bool) -> Any:
 
 
 def hub_options(model: Model) -> dict[str, Any]:
-    """Which revision to load, and whether code that comes with it may run: said each time, else a prompt would ask."""
+    """Return which revision to load, and whether its code may run: without an answer transformers would prompt."""
     return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
 def explain_load_error(name: str, error: Exception) -> UserError:
-    """Why a model could not be had, in one line that says what to do."""
+    """Return why a model cannot be loaded, in one line that says what to do."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     causes: list[BaseException] = []
@@ -111,62 +122,73 @@ def explain_load_error(name: str, error: Exception) -> UserError:
             f"model.name: {name!r} is neither on this machine nor can the hub be reached; give a local folder, or "
             "rehearse with run.rehearse=true"
         )
-    return UserError(f"model.name: {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}")
+    return UserError(f"model.name: {name!r} cannot be loaded: {one_line(error)}")
 
 
 def load(
     source: str,
     recipe: Recipe,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     precision: str,
-    placing: dict[str, Any] | None = None,
-    part: pipeline_stages.Stage | None = None,
-) -> torch.nn.Module:
-    """The model to train, its loss installed. `precision` is the gear's: no (fp32) or bf16; `placing` the engine's.
+    engine_options: dict[str, Any] | None = None,
+    stage: pipeline_stages.Stage | None = None,
+) -> PreTrainedModel | PeftModel:
+    """Return the model to train, its loss installed: with `stage`, only that stage of a pipeline.
 
-    With `part` it is one stage of a pipeline alone. Full fine-tuning loads fp32 masters (bf16 if the recipe says so);
-    an adapter's frozen base comes in the precision of the forward pass, and the adapter itself in fp32.
+    `precision` is the gear's: no (fp32) or bf16. `engine_options` of from_pretrained are the engine's.
+    Full fine-tuning loads fp32 masters (bf16 if the recipe says so). An adapter's frozen base comes in the precision
+    of the forward pass, and the adapter itself in fp32.
     """
     settings, masters = recipe.model, recipe.optim.master_weights
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings)}
-    options |= placing or {}
+    options |= engine_options or {}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
-    family = AutoModelForCausalLM
-    if part is not None:
-        config = AutoConfig.from_pretrained(source, **hub_options(settings))
-        family = pipeline_stages.stage_class(config, part)
-        if settings.quantize:  # what stays as it is (the head) would be guessed anew for each stage
-            options["quantization_config"].llm_int8_skip_modules = get_keys_to_not_convert(
-                pipeline_stages.meta_model(config)
-            )
-    try:
-        loaded = family.from_pretrained(source, **hub_options(settings), use_safetensors=True, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise explain_load_error(source, error) from None
-    loaded.config.use_cache = False
-    adapters.add_tokens(loaded, tokenizer, settings.add_tokens)
+    model = _load_weights(source, settings, options, stage)
+    model.config.use_cache = False
+    adapters.add_tokens(model, tokenizer, settings.add_tokens)
     if settings.quantize:
+<<<<<<< HEAD
         _check_quantized(loaded, settings)
         _keep_storage(loaded)
+=======
+        _check_quantized(model, settings)
+>>>>>>> p-model
     if not trains_all:
-        loaded = adapters.attach_adapter(loaded, recipe)
+        model = adapters.attach_adapter(model, recipe)
         if masters == "bf16":
-            for parameter in loaded.parameters():
+            for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
-    loss.install_loss(loaded, settings.router_loss)
+    loss.install_loss(model, settings.router_loss)
     if settings.gradient_checkpointing:
         # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
-        loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return loaded
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _load_weights(
+    source: str, model: Model, options: dict[str, Any], stage: pipeline_stages.Stage | None
+) -> PreTrainedModel:
+    """Return the model at `source`, or one stage of it, by from_pretrained with these options."""
+    model_class = AutoModelForCausalLM
+    if stage is not None:
+        config = AutoConfig.from_pretrained(source, **hub_options(model))
+        model_class = pipeline_stages.stage_class(config, stage)
+        if model.quantize:  # what stays as it is (the head) would be guessed again for each stage
+            skipped = get_keys_to_not_convert(pipeline_stages.meta_model(config))
+            options["quantization_config"].llm_int8_skip_modules = skipped
+    try:
+        return model_class.from_pretrained(source, **hub_options(model), use_safetensors=True, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise explain_load_error(source, error) from None
 
 
 def _attention(source: str, model: Model) -> str:
-    """sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager; or what the recipe names."""
+    """Return the attention: of auto sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager."""
     if model.attention != "auto":
         return model.attention
     config = AutoConfig.from_pretrained(source, **hub_options(model))
@@ -174,8 +196,9 @@ def _attention(source: str, model: Model) -> str:
     return "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
 
 
-def _nf4(compute: torch.dtype) -> Any:
-    return transformers.BitsAndBytesConfig(
+def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
+    """Return the settings of 4-bit weights with double quantization, computed in dtype `compute`."""
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -185,6 +208,7 @@ def _nf4(compute: torch.dtype) -> Any:
     )
 
 
+<<<<<<< HEAD
 def _keep_storage(model: torch.nn.Module) -> None:
     """Let 4-bit weights keep their storage where the CPU has AVX512-BF16.
 
@@ -196,6 +220,9 @@ def _keep_storage(model: torch.nn.Module) -> None:
 
 
 def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:
+=======
+def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
+>>>>>>> p-model
     """Raise UserError where most weights stayed as they were: bitsandbytes quantizes linear layers, and no experts."""
     experts = sum(p.numel() for p in loaded.parameters() if p.dim() > 2)
     if experts > sum(p.numel() for p in loaded.parameters()) / 2:
@@ -205,8 +232,8 @@ def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:
         )
 
 
-def architecture(source: str, model: Model) -> Any:
-    """The config of the weights at `source`. Raises UserError where they cannot be had."""
+def architecture(source: str, model: Model) -> PretrainedConfig:
+    """Return the config of the weights at `source`. Raises UserError where it cannot be read."""
     try:
         return AutoConfig.from_pretrained(source, **hub_options(model))
     except (OSError, ValueError) as error:
@@ -214,14 +241,16 @@ def architecture(source: str, model: Model) -> Any:
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
-    """Identifies what an adapter is trained upon: a folder's weights by their content, the hub's by their commit, and
-    the adapter that it goes on from."""
+    """Return what identifies the frozen weights below an adapter; None where all weights are trained.
+
+    A folder's weights go by their content, the hub's by their commit. The adapter that training continues is included.
+    """
     if recipe.adapter.method == "none":
         return None
-    files = sorted(Path(source).glob("*.safetensors"))
-    found = [digest_of(file) for file in files]
-    if not files:
-        found = [str(getattr(AutoConfig.from_pretrained(source, **hub_options(recipe.model)), "_commit_hash", None))]
+    digests = [digest_of(file) for file in sorted(Path(source).glob("*.safetensors"))]
+    if not digests:
+        config = AutoConfig.from_pretrained(source, **hub_options(recipe.model))
+        digests = [str(getattr(config, "_commit_hash", None))]
     if recipe.adapter.path is not None:
-        found.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
-    return " ".join(found)
+        digests.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
+    return " ".join(digests)

@@ -1,96 +1,154 @@
 """The token-exact loss, inside the model's own forward so that every engine's hooks hold.
 
-Shapes: B rows of a micro batch, T tokens of a row, H hidden size, V vocabulary, E experts of a layer.
+Shapes: B rows of a micro batch, T tokens of a row, N tokens of all its rows, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.unwrap import without_adapter
 from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 are 0.6 GB instead of 5 GB for 4 x 2,048
 
 
-def install_loss(model: torch.nn.Module, router_loss: float | None = None) -> None:
+def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None = None) -> None:
     """Let `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
 
-    A mixture of experts adds `unbalance` of its routers, times router_loss, or what its config says; `router_sum` of
-    the model adds it up, without that factor, until it is taken.
+    For a mixture of experts the sum includes `load_balance_loss` of its routers, times `router_loss`, or times the
+    weight in its config. The model adds it up in `router_sum`, without that weight, until `pop_router_loss`.
 
     Without gradients it returns a pair: each token's loss, 0 where it is no target, and whether the most likely token
     is the target, both [B, T]. Without position_ids each row is one document.
     Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
     A stage of a pipeline before the last has no head, and returns what it hands on: hidden states [B, T, H].
     """
-    core = without_adapter(model)
-    head: Any = core.get_output_embeddings()
-    is_adapted = hasattr(head, "base_layer")
-    usual_forward, usual_head = core.forward, getattr(head, "forward", core.forward)
-    scale, cap = _logit_shape(core.config)
-    flash = str(core.config._attn_implementation).startswith("flash")
-    core.router_weight = resolve_router_weight(core, router_loss)
-    core.router_sum = 0.0
+    causal_lm = without_adapter(model)
+    head = causal_lm.get_output_embeddings()
+    uses_flash = str(causal_lm.config._attn_implementation).startswith("flash")
+    causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
+    causal_lm.router_sum = 0.0
+    causal_lm.forward = types.MethodType(_forward_with_loss(causal_lm.forward, head, uses_flash), causal_lm)
+    if head is not None:
+        scale, cap = _logit_shape(causal_lm.config)
+        chunked = ChunkedLoss(head.forward, scale, cap, is_adapted=hasattr(head, "base_layer"))
+        head.forward = types.MethodType(_head_forward_with_loss(chunked), head)
 
-    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+
+def _forward_with_loss(
+    usual_forward: Callable[..., ModelOutput], head: nn.Module | None, uses_flash: bool
+) -> Callable[..., ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """Return a causal language model's forward with a loss in place of logits where labels are given."""
+
+    def forward(
+        self: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
+    ) -> ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
-        positions = inputs.get("position_ids")
-        if flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
+        positions = cast("torch.Tensor | None", inputs.get("position_ids"))
+        if uses_flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
-        routed = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
-        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, **routed)
+        options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
+        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
         if head is None or labels is None:
-            return decoded.last_hidden_state.view(*shape, -1)
-        outcome = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
+            return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
+        result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
         if not torch.is_grad_enabled():
-            return tuple(part.view(shape) for part in outcome)
-        if routed:
-            lost = load_balance_loss(decoded.router_logits, labels, self.config.get_text_config().num_experts_per_tok)
-            self.router_sum = self.router_sum + lost.detach()
-            outcome = outcome + self.router_weight * lost
-        return outcome
+            losses, hits = result
+            return losses.view(shape), hits.view(shape)
+        loss: torch.Tensor = result
+        if options:
+            num_chosen = self.config.get_text_config().num_experts_per_tok
+            imbalance = load_balance_loss(decoded.router_logits, labels, num_chosen)
+            self.router_sum = self.router_sum + imbalance.detach()
+            loss = loss + self.router_weight * imbalance
+        return loss
 
-    def head_forward(self: Any, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    return forward
+
+
+def _head_forward_with_loss(
+    chunked: ChunkedLoss,
+) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """Return an output head's forward with a loss in place of logits where labels are given.
+
+    The head is called once for all chunks: ZeRO-3 and FSDP gather its weight once. The parts of an adapted one are
+    modules too, which ZeRO-3 gathers for each chunk where stage3_max_reuse_distance does not keep them.
+    """
+
+    def forward(
+        self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if labels is None:
-            return usual_head(hidden)
+            return chunked.usual_forward(hidden)
+        return chunked.total(hidden, labels) if torch.is_grad_enabled() else chunked.by_token(hidden, labels)
 
-        # One call of the head for all chunks: ZeRO-3 and FSDP gather its weight once. The parts of an adapted one are
-        # modules of their own, which ZeRO-3 gathers for each chunk where stage3_max_reuse_distance does not keep them.
-        def chunk_logits(hidden: torch.Tensor) -> torch.Tensor:
-            logits = usual_head(hidden).float() * scale
-            return cap * torch.tanh(logits / cap) if cap else logits
+    return forward
 
-        def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(chunk_logits(hidden), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
-        chunks = list(zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True))
-        if torch.is_grad_enabled():
-            # Only an adapter may draw numbers here, for its dropout, and must draw them again.
-            options = {"use_reentrant": False, "preserve_rng_state": is_adapted}
-            losses = [checkpoint(chunk_loss, h, y, **options) for h, y in chunks]
-            return torch.stack(losses).sum()
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Cross entropy of an output head's logits, which exist for one chunk of tokens at a time."""
+
+    usual_forward: Callable[[torch.Tensor], torch.Tensor]
+    """The head's own forward: hidden states [N, H] to logits [N, V]."""
+    scale: float
+    """Factor of the logits."""
+    cap: float | None
+    """Bound of the logits, by tanh."""
+    is_adapted: bool
+    """Whether the head has an adapter."""
+
+    def total(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of the targets, []. The backward pass computes the logits again.
+
+        hidden: [N, H]. labels: [N].
+        """
+        # Only an adapter may draw numbers here, for its dropout, and must draw them again.
+        losses = [
+            checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=self.is_adapted)
+            for h, y in _chunks(hidden, labels)
+        ]
+        return torch.stack(losses).sum()
+
+    def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's loss and whether its most likely token is the target, both [N]."""
         losses, hits = [], []
-        for h, y in chunks:
-            logits = chunk_logits(h)
+        for h, y in _chunks(hidden, labels):
+            logits = self._logits(h)
             losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none"))
             hits.append(logits.argmax(-1) == y)
         return torch.cat(losses), torch.cat(hits)
 
-    core.forward = types.MethodType(forward, core)
-    if head is not None:
-        head.forward = types.MethodType(head_forward, head)
+    def _sum_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._logits(hidden), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.usual_forward(hidden).float() * self.scale
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
 
-def _logit_shape(config: Any) -> tuple[float, float | None]:
-    """What some families do to their logits: Cohere multiplies, Granite divides, Gemma caps."""
+def _chunks(hidden: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(torch.split(hidden, CHUNK_TOKENS), torch.split(labels, CHUNK_TOKENS), strict=True))
+
+
+def _logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Return what some families do to their logits: Cohere multiplies, Granite divides, Gemma caps."""
     scale = getattr(config, "logit_scale", None) or 1.0
     return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import torch
 
@@ -12,7 +11,10 @@ from gearbox.config.recipe import Optim, Schedule
 
 
 def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW over the trainable weights; biases, norms and DoRA's magnitudes, which zero is no rest for, never decay."""
+    """Return AdamW over the trainable weights.
+
+    Biases, norms and DoRA's magnitudes are exempt from weight decay: zero is no neutral value of theirs.
+    """
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
     seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
@@ -23,20 +25,22 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
                 seen.add(parameter)
                 (exempt if is_norm or name == "bias" else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-    numbers: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     groups = [group for group in groups if group["params"]]
     if optim.name == "adamw":
-        return torch.optim.AdamW(groups, **numbers)
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     import bitsandbytes
 
     # On a CPU a rehearsal takes the same steps in the memory that it has.
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
     bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
-    return bitsandbytes.optim.AdamW(groups, **numbers, optim_bits=bits, is_paged=paged)
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(
+        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, optim_bits=bits, is_paged=paged
+    )
+    return optimizer
 
 
 def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:
-    """The rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
+    """Return the rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
     num_warmup_steps = schedule.num_warmup_steps(num_steps)
     if step < num_warmup_steps:
         return optim.lr * (step + 1) / num_warmup_steps

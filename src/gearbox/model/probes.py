@@ -14,9 +14,9 @@ from gearbox.errors import UserError
 
 
 def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
-    """Hold the loss against plain cross entropy on the logits of the model's own forward; UserError where they part.
+    """Compare the loss with plain cross entropy on the model's own logits. Raises UserError where they differ.
 
-    Every rank runs it, on the wrapped model: families shape their logits in ways that _logit_shape may not know.
+    Families shape their logits in ways that _logit_shape may not know. Every rank runs it, on the wrapped model.
     """
     tokens = torch.arange(1, 17, device=device)[None] % num_tokens
     positions = torch.arange(16, device=device)[None]
@@ -38,24 +38,26 @@ def packing_leak(
     model: torch.nn.Module,
     batch: dict[str, torch.Tensor],
     num_tokens: int,
-    own_tokens: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]] = nullcontext,
+    local_tokens: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]] = nullcontext,
 ) -> torch.Tensor:
-    """How far documents see their neighbours: the largest change of a token's loss when another document changes, [].
+    """Return how far packed documents leak into each other: the largest change of a token's loss, [].
 
     `batch` is a packed one, in the shape that training uses and on the model's device. The first document of each row
     gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it,
-    on the tokens that `own_tokens` leaves it, in the mode of training: engines treat the other one differently.
+    on the tokens that `local_tokens` leaves it, in training mode: engines treat evaluation differently.
     """
     documents = batch["document_ids"]
     changed = documents == documents[:, :1]
     labels = torch.roll(batch["input_ids"], -1, 1).masked_fill(documents != torch.roll(documents, -1, 1), IGNORE_INDEX)
     others = torch.where(changed, (batch["input_ids"] + num_tokens // 2) % num_tokens, batch["input_ids"])
-    whole = {
-        "usual": batch["input_ids"], "others": others, "position_ids": batch["position_ids"],
+    rows = {
+        "usual": batch["input_ids"],
+        "others": others,
+        "position_ids": batch["position_ids"],
         "labels": labels.masked_fill(changed | (documents < 0), IGNORE_INDEX),
-    }  # fmt: skip
-    losses = []
-    with own_tokens(whole) as mine, torch.no_grad():
+    }
+    losses: list[torch.Tensor] = []
+    with local_tokens(rows) as mine, torch.no_grad():
         for tokens in ("usual", "others"):
             torch.manual_seed(0)  # dropout, if any
             inputs = {"position_ids": mine["position_ids"], "labels": mine["labels"]}

@@ -19,9 +19,9 @@ from gearbox.world import World
 def shrink_config(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_added: int = 0, num_layers: int = 2
 ) -> PretrainedConfig:
-    """The same architecture for a rehearsal: few layers, width 64, as many query heads a key head as before.
+    """Shrink a config for a rehearsal, in place: few layers, width 64, as many query heads a key head as before.
 
-    Its vocabulary is the tokenizer's without the added tokens, whose rows are added to it as to any other.
+    Its vocabulary is the tokenizer's without the added tokens: the model gets their rows like any other.
     """
     heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -51,10 +51,10 @@ def shrink_config(
 
 
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
-    """Draw random weights once, as a folder, so that every gear loads them the way it loads real ones.
+    """Write random weights as a folder, which every gear loads like real ones.
 
-    bf16 has the same numbers, as it mostly has the hub's: ZeRO in bf16 rounds what it loads, so that its fp32 masters
-    would start from other weights than another gear's. Atomic; a folder that another process finished first stays.
+    The numbers are exact in bf16, like most of the hub's. ZeRO in bf16 rounds what it loads: its fp32 masters would
+    otherwise start from other weights than another gear's. Atomic; a folder that another process finished first stays.
     """
     aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share it, and process ids
     transformers.set_seed(seed)
@@ -73,7 +73,7 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
 def weights_of(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, run_folder: Path, world: World, num_layers: int
 ) -> str:
-    """Return folder or hub id of the weights to start from; random ones are drawn once, into the run's folder.
+    """Return the folder or hub id of the weights to start from. Random ones are drawn once, into the run's folder.
 
     Those of a rehearsal have num_layers layers. Every rank calls it.
     """

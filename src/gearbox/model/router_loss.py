@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +10,12 @@ from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.unwrap import without_adapter
 from gearbox.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def load_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, num_chosen: int) -> torch.Tensor:
-    """How unevenly tokens are sent to the experts: the sum over rows of a row's figure times its targets, [].
+    """Return how unevenly tokens are sent to the experts: the sum over rows of a row's figure times its targets, [].
 
     A row's figure is the mean over layers of E x sum over experts of (share of the tokens that chose it x its mean
     probability): num_chosen where all are chosen alike, E where all choose the same, as in transformers. There it is
@@ -33,26 +36,26 @@ def load_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Ten
 
 
 def router_weight(model: torch.nn.Module) -> float:
-    """The factor of the router loss, 0 where there is none."""
+    """Return the factor of the router loss, 0 where there is none."""
     return float(without_adapter(model).router_weight)
 
 
 def pop_router_loss(model: torch.nn.Module) -> torch.Tensor:
-    """The router loss, without its factor, times targets, of this rank's batches since it was taken last, []."""
-    core = without_adapter(model)
-    taken, core.router_sum = core.router_sum, 0.0
-    return torch.as_tensor(taken, device=next(model.parameters()).device)
+    """Return the router loss times targets, without its factor, of this rank's batches since the last call, []."""
+    causal_lm = without_adapter(model)
+    router_sum, causal_lm.router_sum = causal_lm.router_sum, 0.0
+    return torch.as_tensor(router_sum, device=next(model.parameters()).device)
 
 
-def resolve_router_weight(core: Any, asked: float | None) -> float:
-    """What the recipe says, else the model's config; 0 for a dense model."""
-    config = core.config.get_text_config()
+def resolve_router_weight(causal_lm: PreTrainedModel, requested: float | None) -> float:
+    """Return the requested factor of the router loss, else that of the model's config; 0 for a dense model."""
+    config = causal_lm.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
-    weight = (own or 0.0) if asked is None else asked
-    records = getattr(core.base_model, "_can_record_outputs", None) or {}
-    if weight and (own is None or "router_logits" not in records or not hasattr(config, "num_experts_per_tok")):
+    weight = (own or 0.0) if requested is None else requested
+    outputs = getattr(causal_lm.base_model, "_can_record_outputs", None) or {}
+    if weight and (own is None or "router_logits" not in outputs or not hasattr(config, "num_experts_per_tok")):
         raise UserError(
-            f"model.router_loss: {core.config.model_type} is no mixture of experts whose routers are balanced by a "
-            "loss; set it to " + ("null" if own is None else "0")
+            f"model.router_loss: {causal_lm.config.model_type} is no mixture of experts whose routers are balanced by "
+            "a loss; set it to " + ("null" if own is None else "0")
         )
     return float(weight)
