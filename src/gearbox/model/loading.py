@@ -151,12 +151,8 @@ def load(
     model.config.use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
     if settings.quantize:
-<<<<<<< HEAD
-        _check_quantized(loaded, settings)
-        _keep_storage(loaded)
-=======
         _check_quantized(model, settings)
->>>>>>> p-model
+        _keep_storage(model)
     if not trains_all:
         model = adapters.attach_adapter(model, recipe)
         if masters == "bf16":
@@ -208,8 +204,7 @@ def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-<<<<<<< HEAD
-def _keep_storage(model: torch.nn.Module) -> None:
+def _keep_storage(model: PreTrainedModel) -> None:
     """Let 4-bit weights keep their storage where the CPU has AVX512-BF16.
 
     bitsandbytes 0.50 repacks them there at the first evaluation: sharded ones (FSDP2, ZeRO-3) then compute nonsense.
@@ -219,10 +214,7 @@ def _keep_storage(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _check_quantized(loaded: torch.nn.Module, model: Model) -> None:
-=======
 def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
->>>>>>> p-model
     """Raise UserError where most weights stayed as they were: bitsandbytes quantizes linear layers, and no experts."""
     experts = sum(p.numel() for p in loaded.parameters() if p.dim() > 2)
     if experts > sum(p.numel() for p in loaded.parameters()) / 2:
