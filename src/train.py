@@ -28,8 +28,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         engine = session.build_engine(job, data, world, run)
         run.restore(engine)  # the newest good checkpoint, if there is one
         facts = session.check_engine(engine, data)  # what was asked for is what runs, or nothing does
-        rows, leakage = session.choose_rows(engine, data)
-        plan = session.make_plan(engine, data, rows, run, facts, leakage)
+        rows = session.choose_rows(engine, data)
+        plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
         questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)
         if not run.state.step:

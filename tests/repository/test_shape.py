@@ -38,9 +38,9 @@ def functions() -> list[tuple[str, ast.FunctionDef]]:
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    """Return the parameters but self and cls."""
+    """Return the parameters but self, cls, *args and **kwargs."""
     given = function.args
-    found = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg, given.kwarg])]
+    found = [*given.posonlyargs, *given.args, *given.kwonlyargs]
     return [one for one in found if one.arg not in ("self", "cls")]
 
 

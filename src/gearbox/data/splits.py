@@ -42,6 +42,27 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Leakage:
+    """How far packed documents see each other."""
+
+    loss_change: float
+    """Largest change of a token's loss when another document of its row changes."""
+    tolerance: float
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether documents may share a row."""
+        return self.loss_change <= self.tolerance
+
+    def describe(self) -> str:
+        """Return the line of the plan."""
+        said = f"a neighbour changes a token's loss by {self.loss_change:.2g}"
+        if self.is_isolated:
+            return said
+        return said + ": this model does not keep them apart, so each row holds one document"
+
+
+@dataclass(frozen=True)
 class TrainingRows:
     """The rows of a run, how they are stepped through, and what became of the documents that were read."""
 
@@ -61,6 +82,8 @@ class TrainingRows:
     num_split: int
     num_duplicates: int
     """Documents with the same tokens as an earlier one."""
+    leakage: Leakage | None = None
+    """Between packed documents, once it was measured with the model; None where rows are not packed."""
 
 
 def split_and_pack(

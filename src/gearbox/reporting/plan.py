@@ -17,29 +17,8 @@ from gearbox.config.recipe import Recipe
 from gearbox.data.batches import PackedRows
 from gearbox.data.corpus import MappedCorpus
 from gearbox.data.row_formats import TITLES
-from gearbox.data.splits import TrainingRows, summarize_dropped
+from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
-
-
-@dataclass(frozen=True)
-class Leakage:
-    """How far packed documents see each other."""
-
-    loss_change: float
-    """Largest change of a token's loss when another document of its row changes."""
-    tolerance: float
-
-    @property
-    def is_isolated(self) -> bool:
-        """Whether documents may share a row."""
-        return self.loss_change <= self.tolerance
-
-    def describe(self) -> str:
-        """Return the line of the plan."""
-        said = f"a neighbour changes a token's loss by {self.loss_change:.2g}"
-        if self.is_isolated:
-            return said
-        return said + ": this model does not keep them apart, so each row holds one document"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from gearbox.config.job import Job
 from gearbox.console import make_console
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
-from gearbox.data.splits import TrainingRows
+from gearbox.data.splits import Leakage, TrainingRows
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
 from gearbox.distributed.engine import Engine
@@ -29,7 +29,7 @@ from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.router_loss import router_weight
 from gearbox.reporting import preview
-from gearbox.reporting.plan import Leakage, Plan, data_facts
+from gearbox.reporting.plan import Plan, data_facts
 from gearbox.training import run_folder
 from gearbox.training.run_folder import Run
 
@@ -128,25 +128,21 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     return facts
 
 
-def choose_rows(engine: Engine, data: TrainingData) -> tuple[TrainingRows, Leakage | None]:
-    """Return the rows to train: packed ones, or one document each where the model lets packed documents leak.
-
-    The leakage is None where rows are not packed.
-    """
-    rows, leakage = data.rows, None
+def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
+    """Return the rows to train: packed ones, or one document each where the model lets packed documents leak."""
+    rows = data.rows
     if rows.training.packing:
         change = probes.measure_packing_leak(engine, rows.training, len(data.tokenizer))
         leakage = Leakage(change, LEAK_TOLERANCE[engines.precision(engine.job.gear)])
         if not leakage.is_isolated:
             recipe = engine.job.recipe
             rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
+        rows = replace(rows, leakage=leakage)
     engine.fix_ddp_bucket_order(rows.training.batch([None]))
-    return rows, leakage
+    return rows
 
 
-def make_plan(
-    engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, facts: EngineFacts, leakage: Leakage | None
-) -> Plan:
+def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, facts: EngineFacts) -> Plan:
     """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
     job, world = engine.job, engine.world
     rows_key = run_folder.rows_key(data.corpus.digest, rows.training)
@@ -162,7 +158,7 @@ def make_plan(
         num_steps=rows.num_steps,
         data=data_facts(job.recipe, data.corpus, rows, data.tokenizer),
         facts=facts,
-        leakage=leakage,
+        leakage=rows.leakage,
         router_weight=router_weight(engine.unwrapped),
         disk=world.decide(lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes)),
         folder=run.folder,
