@@ -10,13 +10,12 @@ import sys
 KINDS = ("unit", "ranks", "cold")
 BY_FIXTURE = {  # the first of them that a test uses
     "slurm": "cold",
-    "hosts": "cold",
     "mounted": "cold",
     "train": "ranks",
     "examine": "ranks",
     "compare": "ranks",
 }
-NEED_ROOT = {"slurm", "hosts", "mounted"}
+NEED_ROOT = {"slurm", "mounted"}
 PYTHON = re.compile(r"(^|[/\s])(python[\d.]*|accelerate|torchrun)(\s|$)")
 
 running: str | None = None  # the kind of the test that runs now; conftest.py sets it
