@@ -13,7 +13,7 @@ from gearbox.checkpoint import folders, manifest
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.staging import Staging
 from support import ledger
-from support.checkpoints import FACTS, check, flip, make, tensors
+from support.checkpoints import check, flip, make, manifest_of, tensors
 
 
 def make_in_place(parent: Path, step: int, run_id: str = "abc") -> Path:
@@ -24,7 +24,7 @@ def make_in_place(parent: Path, step: int, run_id: str = "abc") -> Path:
         name = manifest.shard_name(rank, run_id)
         staging.stage([TensorShard("parameter", "w", rank * 1200, part)])
         files[name] = staging.write(folder / name)
-    folders.commit(folder, folder, FACTS | {"step": step, "files": files})
+    folders.commit(folder, folder, manifest_of(step, files))
     return folder
 
 

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 
-from gearbox import filesystem
 from gearbox.checkpoint import manifest
 from gearbox.checkpoint.manifest import CorruptCheckpoint
 from gearbox.checkpoint.shards import ShardReader
@@ -35,8 +34,8 @@ def test_that_is_the_digests_doing(tmp_path, monkeypatch):
     content = bytearray(shard.read_bytes())
     content[-50] ^= 1
     shard.write_bytes(content)
-    monkeypatch.setattr(filesystem, "digest_of", lambda path: check_facts[path.name])
-    check_facts = {name: facts["xxh3_128"] for name, facts in manifest.read_manifest(folder)["files"].items()}
+    monkeypatch.setattr(manifest, "digest_of", lambda path: check_facts[path.name])
+    check_facts = {name: facts["xxh3_128"] for name, facts in manifest.read_manifest(folder).files.items()}
     loaded = ShardReader(folder, check(folder)).read("parameter", "w")
     assert not torch.equal(loaded, tensors()["w"])
 

@@ -86,6 +86,6 @@ def test_shards_wait_on_a_local_disk_while_the_bucket_is_out_of_reach(train, mou
         assert [line["saved"] for line in outcome.lines("saved")] == [2, 4]
         for step in (2, 4):
             ours, theirs = (run.folder / "checkpoints" / f"step-{step}" for run in (outcome, whole))
-            digests = [[facts["xxh3_128"] for facts in check(folder)["files"].values()] for folder in (ours, theirs)]
+            digests = [[facts["xxh3_128"] for facts in check(folder).files.values()] for folder in (ours, theirs)]
             assert digests[0] == digests[1], "byte for byte what is written from memory"
     assert list(stage.iterdir()) == []

@@ -61,7 +61,7 @@ def forged_shard(folder: Path, content: bytes) -> None:
     name = "shard-00000.safetensors"
     (folder / name).write_bytes(content)
     facts = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
-    forged(folder, files=manifest.read_manifest(folder)["files"] | {name: facts})
+    forged(folder, files=manifest.read_manifest(folder).files | {name: facts})
 
 
 class Payload:

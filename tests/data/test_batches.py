@@ -130,7 +130,7 @@ def test_the_fullest_rows_are_those_with_most_documents():
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
-    dealt = [micro_batches_of(list(range(num_rows)), rank, ranks, micro_rows) for rank in range(ranks)]
+    dealt = [micro_batches_of(list(range(num_rows)), (rank, ranks), micro_rows) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
     assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round is all empty"
@@ -139,7 +139,7 @@ def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
 def test_a_step_counts_the_whole_on_every_rank():
     rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
-    shares = [make_step_batch(rows, row_ids, rank, 2, 1) for rank in range(2)]
+    shares = [make_step_batch(rows, row_ids, (rank, 2), 1) for rank in range(2)]
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
     micro_batches = [micro for share in shares for micro in share.micro_batches]
     assert sum(int((micro["labels"] != IGNORE_INDEX).sum()) for micro in micro_batches) == shares[0].num_targets > 0

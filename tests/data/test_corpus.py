@@ -1,16 +1,19 @@
 """Guards the cache of tokens: made once by one rank, and anew by whatever the tokens depend on."""
 
 import os
+import shutil
 import threading
 import time
 from itertools import chain, repeat
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 from transformers import AutoTokenizer
 
 from gearbox import ROOT
-from gearbox.data import corpus, loss_mask, row_formats
+from gearbox.data import corpus, loss_mask, row_formats, tokenization
 from gearbox.errors import UserError
 from support.corpora import BYE, GOOD, HI, jsonl, read, recipe_of, texts
 
@@ -36,7 +39,7 @@ def test_what_was_tokenized_is_not_tokenized_again(tokenizer, tmp_path, monkeypa
     assert renamed.location(2) == f"{moved}:3"
 
 
-@pytest.mark.parametrize("change", ["content", "supervise", "template", "special", "code"])
+@pytest.mark.parametrize("change", ["content", "supervise", "template", "special", *corpus.MODULES])
 def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monkeypatch, change):
     counts = count_encoded(monkeypatch)
     path = jsonl(tmp_path / "a.jsonl", GOOD)
@@ -52,11 +55,64 @@ def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monk
     elif change == "special":
         other.add_special_tokens({"eos_token": "<|pad|>"})
     else:
-        copy = tmp_path / "forms.py"
-        copy.write_text(Path(row_formats.__file__).read_text() + "\n")
-        monkeypatch.setattr(row_formats, "__file__", str(copy))
+        edit_source(monkeypatch, change, tmp_path)
     read(other, path, *overrides)
     assert counts == [3, 3]
+
+
+def edit_source(monkeypatch, module, folder: Path) -> None:
+    copy = folder / "edited.py"
+    copy.write_text(Path(module.__file__).read_text() + "\n")
+    monkeypatch.setattr(module, "__file__", str(copy))
+
+
+def forget(cache: Path) -> None:
+    """So that the next read tokenizes again."""
+    shutil.rmtree(cache)
+
+
+def test_the_digest_is_of_the_documents_however_they_are_batched(tokenizer, tmp_path, cache, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": (HI + BYE) * (1 + i % 3)} for i in range(300)])
+    digests = []
+    for num_cores, batch_documents in [(2, 64), (2, 7), (1, 64), (1, 300)]:
+        monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", batch_documents)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=num_cores: set(range(n)))
+        digests.append(read(tokenizer, path).digest)
+        forget(cache)
+    assert len(digests) == 4 and len({*digests}) == 1
+
+
+def test_the_digest_is_that_of_the_cached_file_and_not_of_the_code(tokenizer, tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "a.jsonl", GOOD)
+    built, mapped = read(tokenizer, path), read(tokenizer, path)
+    edit_source(monkeypatch, row_formats, tmp_path)
+    rebuilt = read(tokenizer, path)
+    assert built.key == mapped.key != rebuilt.key
+    assert built.digest == mapped.digest == rebuilt.digest
+    columns = [
+        np.concatenate([built.tokens(i) for i in range(3)]),
+        np.concatenate([built.loss_mask(i) for i in range(3)]),
+        built.lengths,
+    ]
+    streams = b"".join(xxhash.xxh3_128_digest(column.tobytes()) for column in columns)
+    assert built.digest == xxhash.xxh3_128_hexdigest(streams)
+
+
+def test_the_digest_tells_tokens_masks_order_and_edges_of_documents_apart(tokenizer, tmp_path):
+    swapped = [{"messages": [HI[0], HI[1] | {"content": HI[1]["content"].swapcase()}]}, *GOOD[1:]]
+    untrained = [{"messages": [HI[0], HI[1] | {"weight": 0}, *BYE]}, *GOOD[1:]]
+    trained = [{"messages": HI + BYE}, *GOOD[1:]]
+    digests = [
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", records)).digest
+        for records in (GOOD, swapped, untrained, trained, GOOD[::-1], GOOD[:2])
+    ]
+    # Two texts that split the same tokens, all of them trained, at another place.
+    end = tokenizer.eos_token
+    digests += [
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])).digest
+        for texts in ([f"a{end}b", "c"], ["a", f"b{end}c"])
+    ]
+    assert len({*digests}) == len(digests)
 
 
 def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_path, monkeypatch):

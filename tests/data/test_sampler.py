@@ -24,7 +24,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
             consumed, chain = [], ""
             for step in range(num_steps):
                 row_ids = order.step(step)
-                shares = [micro_batches_of(row_ids, rank, ranks, micro_rows) for rank in range(ranks)]
+                shares = [micro_batches_of(row_ids, (rank, ranks), micro_rows) for rank in range(ranks)]
                 dealt = [row for share in shares for micro in share for row in micro if row is not None]
                 assert Counter(dealt) == Counter(row_ids)
                 consumed += row_ids

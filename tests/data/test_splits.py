@@ -4,7 +4,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from gearbox import ROOT
-from gearbox.data import sampler
 from gearbox.errors import UserError
 from gearbox.reporting import plan
 from support.corpora import BYE, GOOD, HI, add_up, arranged, jsonl, read, recipe_of
@@ -19,11 +18,19 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     )
     found, prepared = arranged(tokenizer, path, "batch.row_tokens=64")
     assert [summary.form for summary in found.summaries] == ["instruction", "text"]
-    order = sampler.make_sampler(recipe_of(path), prepared.training)
     first = prepared.training.group_sizes[0]
-    rows = [row for step in range(50) for row in order.step(step)]
+    rows = [row for step in range(50) for row in prepared.sampler.step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
     assert "75.0% of a step from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["rows"]
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [("train.steps=7", 7), ("train.epochs=2.5", 32)])
+def test_the_steps_of_a_run(tokenizer, tmp_path, length, num_steps):
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 31}] * 50)
+    lengths = ["train.steps=null", "train.epochs=null", "schedule.warmup=0", length]
+    _, prepared = arranged(tokenizer, path, "batch.row_tokens=32", "batch.rows=4", *lengths)
+    assert len(prepared.training) == 50 and prepared.num_steps == num_steps
+    assert sorted(row for step in range(25) for row in prepared.sampler.step(step)) == sorted([*range(50)] * 2)
 
 
 def test_without_weights_sources_are_one_pool(tokenizer, tmp_path):

@@ -8,14 +8,25 @@ from pathlib import Path
 import torch
 
 from gearbox.checkpoint import folders, manifest
-from gearbox.checkpoint.manifest import read_manifest, verify_shards
+from gearbox.checkpoint.manifest import Manifest, ShardFacts, read_manifest, verify_shards
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.staging import Staging
 
-FACTS = {
-    "step": 20, "parameters": {"w": [40, 50], "b": [7]}, "scalars": {"w": {"step": {"float32": 20.0}}},
-    "recipe": {}, "progress": {},
-}  # fmt: skip
+
+def manifest_of(step: int, files: dict[str, ShardFacts], eval_loss: float | None = None) -> Manifest:
+    return Manifest(
+        step=step,
+        progress={},
+        parameters={"w": [40, 50], "b": [7]},
+        scalars={"w": {"step": {"float32": 20.0}}},
+        recipe={},
+        rows="",
+        base=None,
+        versions={},
+        gear={"name": "ddp", "num_processes": 2, "engine": "DDP"},
+        files=files,
+        eval_loss=eval_loss,
+    )
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -41,16 +52,15 @@ def make(parent: Path, step: int = 20, eval_loss: float | None = None) -> Path:
         staging.stage(pieces)
         name = f"shard-{rank:05d}.safetensors"
         files[name] = staging.write(aside / name)
-    facts = FACTS | {"step": step, "files": files} | ({} if eval_loss is None else {"eval_loss": eval_loss})
     folder = parent / f"step-{step}"
-    folders.commit(aside, folder, facts)
+    folders.commit(aside, folder, manifest_of(step, files, eval_loss))
     return folder
 
 
-def check(folder: Path) -> dict:
-    manifest = read_manifest(folder)
-    verify_shards(folder, manifest["files"])
-    return manifest
+def check(folder: Path) -> Manifest:
+    found = read_manifest(folder)
+    verify_shards(folder, found.files)
+    return found
 
 
 def flip(path: Path, draw: random.Random) -> None:

@@ -116,7 +116,7 @@ def whole_checkpoint(folder: Path) -> int | None:
     """The step of the newest checkpoint that verifies, or None."""
     for step, path in folders.list_checkpoints(folder):
         try:
-            manifest.verify_shards(path, manifest.read_manifest(path)["files"])
+            manifest.verify_shards(path, manifest.read_manifest(path).files)
             return step
         except manifest.CorruptCheckpoint:
             continue
