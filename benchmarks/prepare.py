@@ -70,8 +70,9 @@ WAYS = {
 def measure(way: str, path: str) -> None:
     """In a process of its own: print tokens and seconds."""
     import datasets
-    import gearbox.data.corpus  # noqa: F401  what is imported is not counted
     from transformers import AutoTokenizer
+
+    import gearbox.data.corpus  # noqa: F401  what is imported is not counted
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -63,9 +63,9 @@ def test_launch_says_what_only_the_ranks_can_know(tmp_path, chats):
 def test_out_of_memory_says_what_to_change():
     """No GPU here to fill: the command raises torch's own error."""
     outcome = shell(
-        "cd src && python -c 'import torch; from gearbox import command\n"
+        "cd src && python -c 'import torch; from gearbox.launch import cli\n"
         'def main(_): raise torch.OutOfMemoryError("CUDA out of memory")\n'
-        "command.run(main)'"
+        "cli.run(main)'"
     )
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("gearbox: out of GPU memory: lower batch.micro_rows")

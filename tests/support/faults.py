@@ -72,12 +72,12 @@ def kill(*_) -> None:
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Progress.now be the run's step that is being done."""
+    """Let TrainState.now be the run's step that is being done."""
     advance = TrainState.advance
 
-    def counted(self, **facts):
+    def counted(self, batch, result):
         TrainState.now = self.step + 2
-        return advance(self, **facts)
+        return advance(self, batch, result)
 
     monkeypatch.setattr(TrainState, "now", 1, raising=False)
     monkeypatch.setattr(TrainState, "advance", counted)
