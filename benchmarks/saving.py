@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 import pytest  # noqa: E402
 
 from gearbox.checkpoint import checkpointer  # noqa: E402
-from gearbox.checkpoint.staging import Staging  # noqa: E402
+from gearbox.checkpoint.train_state import TrainState  # noqa: E402
 from support.documents import make_chats  # noqa: E402
 from support.ranks import run_ranks, skip_loading_back  # noqa: E402
 
@@ -33,12 +33,12 @@ BILLION = {
 }  # fmt: skip
 
 skip_loading_back(pytest.MonkeyPatch())
-begin, fill = checkpointer.Checkpointer._start_save, Staging.stage
+begin = checkpointer.Checkpointer._start_save
 
 
-def synchronous(self: checkpointer.Checkpointer, progress: object) -> None:
+def synchronous(self: checkpointer.Checkpointer, state: TrainState) -> None:
     """A save that training waits for."""
-    begin(self, progress)
+    begin(self, state)
     self._wait()
 
 
@@ -67,7 +67,7 @@ def memory(folder: Path) -> None:
         if file.name != "config.json":
             (model / file.name).write_bytes(file.read_bytes())
 
-    def watched(self: checkpointer.Checkpointer, progress: object) -> None:
+    def watched(self: checkpointer.Checkpointer, state: TrainState) -> None:
         me, before, peak = psutil.Process(), psutil.Process().memory_info().rss, [0]
 
         def look() -> None:
@@ -75,15 +75,14 @@ def memory(folder: Path) -> None:
                 peak[0] = max(peak[0], me.memory_info().rss)
                 time.sleep(0.01)
 
-        begin(self, progress)
+        begin(self, state)
         thread = threading.Thread(target=look)
         thread.start()
         self._wait()
         thread.join()
         shard = self.staging.num_bytes
-        print(
-            f"rank {self.rank}: shard {shard / 2**30:.2f} GiB, grew by {(peak[0] - before) / 2**30:.2f} GiB", flush=True
-        )
+        grown = (peak[0] - before) / 2**30
+        print(f"rank {self.world.rank}: shard {shard / 2**30:.2f} GiB, grew by {grown:.2f} GiB", flush=True)
 
     checkpointer.Checkpointer._start_save = watched
     outcome = run_ranks(

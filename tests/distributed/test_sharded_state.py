@@ -1,15 +1,18 @@
 """Guards what a rank saves of the optimizer: by parameter name, exact, and refused where it cannot be cut anew."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+from gearbox.checkpoint import shards
+from gearbox.distributed import sharded_state
+from gearbox.world import SingleProcess
 
 
 def test_optimizer_state_in_blocks_fits_only_its_own_cut():
     """bitsandbytes' 8-bit AdamW keeps scales of blocks: exact where the cut is the same, refused where it is not."""
     from bitsandbytes.optim import AdamW
-
-    from gearbox.checkpoint import shards
-    from gearbox.distributed import sharded_state
 
     def made(seed):
         torch.manual_seed(seed)
@@ -24,25 +27,36 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
 
     (model, optimizer), (other, fresh) = made(1), made(2)
     optimizer.state[model.weight]["step"] = 7
-    pieces = {piece.key: piece for piece in sharded_state.local_shards(model, optimizer, 0)}
-    assert {key.split("|")[0].split("@")[0] for key in pieces} >= {"parameter", "state1", "state2", "absmax1"}
+    world = SingleProcess()
+    saved_shards = {shard.key: shard for shard in sharded_state.local_shards(model, optimizer, world)}
+    assert {key.split("|")[0].split("@")[0] for key in saved_shards} >= {"parameter", "state1", "state2", "absmax1"}
 
     class Saved(shards.ShardReader):
         def __init__(self):
-            self.folder, self.shapes = "here", sharded_state.full_shapes(model)
-            self.scalars = sharded_state.scalars(model, optimizer)
-            self._pieces = {(p.kind, p.name): [] for p in pieces.values()}
+            self.folder, self.shapes = "here", sharded_state.full_shapes(model, world)
+            self.scalars = sharded_state.scalars(model, optimizer, world)
+            self._shards = {(shard.kind, shard.name): [] for shard in saved_shards.values()}
 
-        def part(self, piece):
-            return pieces[piece.key].tensor
+        def read_shard(self, shard):
+            return saved_shards[shard.key].tensor
 
     fresh.state.clear()
-    sharded_state.restore(other, other, fresh, Saved(), "ddp")
+    sharded_state.restore(other, other, fresh, Saved(), "ddp", world)
     for key, value in optimizer.state[model.weight].items():
         theirs = fresh.state[other.weight][key]
         assert torch.equal(theirs, value) if isinstance(value, torch.Tensor) else theirs == value, key
 
     half = Saved()
-    half._pieces = {(kind.replace("+8192", "+4096"), name): [] for kind, name in half._pieces}
+    half._shards = {(kind.replace("+8192", "+4096"), name): [] for kind, name in half._shards}
     with pytest.raises(Exception, match="cannot be cut anew for this gear; go on with it under ddp"):
-        sharded_state.restore(other, other, fresh, half, "ddp")
+        sharded_state.restore(other, other, fresh, half, "ddp", world)
+
+
+def test_the_state_under_zero_has_one_order():
+    """In which the next checkpoint is written; that of a set would differ from process to process."""
+    kinds = list("abcdefgh")
+    reader = SimpleNamespace(shapes={"w": [2]}, scalars={"w": {"step": 3}}, kinds=lambda name: kinds)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([parameter])
+    assert sharded_state._make_zero_state(SimpleNamespace(optimizer=None), optimizer, reader)
+    assert list(optimizer.state[parameter]) == [*kinds, "step"]

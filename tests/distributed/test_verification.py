@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from gearbox.config.gear import Gear
-from gearbox.distributed import engine, verification
+from gearbox.distributed import engine, process_group, verification
 
 
 @pytest.fixture
@@ -79,8 +79,9 @@ def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
 
 
 def test_another_engine_is_refused(train, monkeypatch):
-    monkeypatch.setattr(engine.PartialState, "_shared_state", {})
-    monkeypatch.setattr(engine, "DistributedType", type("T", (), {"MULTI_GPU": engine.DistributedType.MULTI_CPU}))
+    monkeypatch.setattr(process_group.PartialState, "_shared_state", {})
+    as_cpu = type("T", (), {"MULTI_GPU": process_group.DistributedType.MULTI_CPU})
+    monkeypatch.setattr(process_group, "DistributedType", as_cpu)
     refused(train("fsdp", ranks=2), "engine: asked for FSDP2, running DDP")
 
 

@@ -85,7 +85,7 @@ def test_what_is_not_restored_is_noticed(train, monkeypatch):
     checked(train("single", *given, "train.steps=2"))
     shutil.copytree(whole.folder.parent / "cut", kept := whole.folder.parent / "kept")
     breakages = [
-        (engine, "draw_from", lambda *_: None),
+        (engine, "seed_step", lambda *_: None),
         (sharded_state, "_make_state", lambda *_: None),
         (TrainState, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
     ]

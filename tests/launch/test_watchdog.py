@@ -137,10 +137,10 @@ def test_a_rank_that_is_stopped(train, monkeypatch):
 def test_a_rank_that_is_late(train, monkeypatch):
     usual = batches.make_step_batch
 
-    def sleeping(rows, row_ids, rank, *rest):
-        if rank == 1 and TrainState.now == 3:
+    def sleeping(rows, row_ids, shard, *rest):
+        if shard[0] == 1 and TrainState.now == 3:
             time.sleep(60)
-        return usual(rows, row_ids, rank, *rest)
+        return usual(rows, row_ids, shard, *rest)
 
     count_steps(monkeypatch)
     monkeypatch.setattr(batches, "make_step_batch", sleeping)
@@ -153,7 +153,7 @@ def test_a_rank_that_is_late(train, monkeypatch):
 def test_a_collective_that_one_rank_calls_alone(train, monkeypatch):
     from gearbox.distributed import process_group
 
-    patch_step(monkeypatch, at_step(4, lambda _: process_group.sum_over_ranks([1] * 7), rank=1))
+    patch_step(monkeypatch, at_step(4, lambda _: process_group.ProcessGroup().sum([1] * 7), rank=1))
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert set(outcome.codes) == {1}, outcome.output
     assert "Traceback" in outcome.output or "every stack lies in" in outcome.output

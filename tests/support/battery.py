@@ -19,14 +19,14 @@ from pathlib import Path
 
 import psutil
 
-TESTS = Path(__file__).resolve().parents[1]
-ROOT = TESTS.parent
-sys.path[:0] = [str(TESTS), str(ROOT / "src")]
-os.chdir(ROOT)
+# python tests/support/battery.py: what pytest's pythonpath does
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
+from gearbox import ROOT
 from gearbox.checkpoint import folders
-from gearbox.launch import outcome  # noqa: E402
-from support import environment, ledger  # noqa: E402, F401  whose variables the runs get
+from gearbox.launch import outcome
+from support import environment, ledger  # noqa: F401  sets the variables that the runs get, and the folder
 
 WORK = ROOT / ".faults"
 RESULTS = WORK / "results.json"
@@ -501,12 +501,12 @@ def machine() -> str:
 
 def write_table(results: dict) -> None:
     rows = ["| fault | times | what must come of it | outcome |", "|---|---|---|---|"]
-    for name, (function, _, outcome) in FAULTS.items():
+    for name, (function, _, expected) in FAULTS.items():
         if name in results:
             found = results[name]
             verdict = "as it must" if not found["problems"] else "**not so**: " + "; ".join(found["problems"])[:200]
             times = found["facts"].get("killed", found["times"])
-            rows.append(f"| {function.__doc__} | {times} | {outcome} | {verdict} ({found['seconds']:.0f} s) |")
+            rows.append(f"| {function.__doc__} | {times} | {expected} | {verdict} ({found['seconds']:.0f} s) |")
     notes = []
     waits = results.get("kill_a_rank", {}).get("facts", {}).get("seconds_to_next_step")
     if waits:

@@ -28,7 +28,7 @@ def install() -> None:
 
     def written(self, batch, result):
         line = {
-            "attempt": os.getpid(), "step": self.step + 1, "rows": rows, "loss": float(result.loss).hex(), "time": time.time()
+            "attempt": os.getpid(), "step": self.step + 1, "rows": rows, "loss": result.loss.hex(), "time": time.time(),
         }  # fmt: skip
         with (Path(os.environ[VARIABLE]) / f"rank-{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from gearbox.checkpoint.train_state import TrainState
+from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.data.batches import StepBatch
 from support.corpora import jsonl
 from support.faults import STEPS, at_step, patch_step
 
@@ -54,12 +55,11 @@ def test_too_many_in_a_row_end_the_run_with_their_rows(train, monkeypatch):
 
 
 def test_spikes_are_marked():
-    progress = TrainState()
+    progress, batch = TrainState(), StepBatch(micro_batches=[], num_targets=1, num_tokens=1, row_ids=[0])
     marks = []
     for step in range(60):
         loss = 9.0 if step in (5, 40) else 3.0 - 0.01 * step + 0.1 * (step % 3)
-        marks += [step] if progress.advance(
-            rows_hash="", num_tokens=1, num_targets=1, loss=loss, skipped=False) else []  # fmt: skip
+        marks += [step] if progress.advance(batch, StepResult(loss, grad_norm=1.0)) else []
     assert marks == [40], "nothing can be told of the first ones"
 
 

@@ -198,7 +198,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(train):
     assert again.losses == first.losses
     assert [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [4, 3]
     for _, path in list_checkpoints(first.folder / "checkpoints"):
-        manifest.verify_shards(path, manifest.read_manifest(path)["files"])
+        manifest.verify_shards(path, manifest.read_manifest(path).files)
 
 
 def test_where_none_is_whole_it_does_not_start_afresh(train):
