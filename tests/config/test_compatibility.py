@@ -8,6 +8,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import load_gear
+from gearbox.config.job import BatchPlan
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from support.gears import written
@@ -26,9 +27,9 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_pat
     recipe = load_recipe(RECIPE, ["optim.max_grad_norm=1"])
     # The gear has 2 ranks: 4 rounds of 2 rows on each are a batch of 16.
     for number in (right, "auto"):
-        check_against(load_gear(written(tmp_path, "zero2", {key: number})), recipe, RECIPE, 4, 2)
+        check_against(load_gear(written(tmp_path, "zero2", {key: number})), recipe, RECIPE, BatchPlan.divide(16, 2, 2))
     with pytest.raises(UserError) as caught:
-        check_against(load_gear(written(tmp_path, "zero2", {key: wrong})), recipe, RECIPE, 4, 2)
+        check_against(load_gear(written(tmp_path, "zero2", {key: wrong})), recipe, RECIPE, BatchPlan.divide(16, 2, 2))
     line = str(caught.value)
     assert line.startswith(f"{tmp_path / 'zero.json'}: {key}: is {wrong}, but ") and f" {right};" in line
     assert str(RECIPE) in line or "batch.rows" in line
@@ -37,9 +38,9 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_pat
 def test_accumulation_of_the_environment_must_be_the_recipes(monkeypatch):
     recipe, gear = load_recipe(RECIPE), load_gear(ROOT / "accelerate_configs" / "ddp.yaml")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    check_against(gear, recipe, RECIPE, 4, 1)
+    check_against(gear, recipe, RECIPE, BatchPlan.divide(8, 2, 1))
     with pytest.raises(UserError, match=r"STEPS=4 in the environment, but \S+tiny.yaml gives 2; unset it"):
-        check_against(gear, recipe, RECIPE, 2, 1)
+        check_against(gear, recipe, RECIPE, BatchPlan.divide(4, 2, 1))
 
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -75,10 +76,12 @@ def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(tmp_path, ov
         path = ROOT / "accelerate_configs" / f"{name}.yaml"
         gear = load_gear(path if path.exists() else written(tmp_path, "zero2", {"zero_optimization": OFFLOAD}))
         with pytest.raises(UserError, match=re.escape(said)) as caught:
-            check_against(gear, recipe, RECIPE, 4, 2)
+            check_against(gear, recipe, RECIPE, BatchPlan.divide(16, 2, 2))
         assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{RECIPE}: ")
     for name in taking:
-        check_against(load_gear(ROOT / "accelerate_configs" / f"{name}.yaml"), recipe, RECIPE, 4, 2)
+        check_against(
+            load_gear(ROOT / "accelerate_configs" / f"{name}.yaml"), recipe, RECIPE, BatchPlan.divide(16, 2, 2)
+        )
 
 
 def test_fsdp_offload_is_offload():
@@ -86,17 +89,17 @@ def test_fsdp_offload_is_offload():
     assert gear.offload is None
     gear.settings["fsdp_config"]["fsdp_offload_params"] = True
     with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in the host's memory"):
-        check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, 4, 2)
+        check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, BatchPlan.divide(16, 2, 2))
 
 
 def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
     gear = load_gear(ROOT / "accelerate_configs" / "single.yaml")
     recipe = load_recipe(RECIPE, ["model.quantize=nf4", "adapter.method=lora", "optim.name=paged_adamw"])
-    check_against(gear, recipe, RECIPE, 4, 2)
+    check_against(gear, recipe, RECIPE, BatchPlan.divide(16, 2, 2))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    check_against(gear, load_recipe(RECIPE), RECIPE, 4, 2)
+    check_against(gear, load_recipe(RECIPE), RECIPE, BatchPlan.divide(16, 2, 2))
     with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes.*\n.*optim\.name: paged_adamw needs bits"):
-        check_against(gear, recipe, RECIPE, 4, 2)
+        check_against(gear, recipe, RECIPE, BatchPlan.divide(16, 2, 2))
 
 
 def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():

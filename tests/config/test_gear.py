@@ -16,6 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from gearbox import ROOT
 from gearbox.config import gear
 from gearbox.config.gear import load_gear
+from gearbox.config.job import BatchPlan
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from support.gears import written
@@ -155,11 +156,12 @@ def test_flags_of_the_launcher_beat_the_file():
 def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
     gear = load_gear(ROOT / "accelerate_configs" / f"zero{stage}.yaml")
     recipe = load_recipe(RECIPE, ["optim.max_grad_norm=0.25"])
-    filled = gear.filled_json(recipe, 4, 2, "no")
+    batch = BatchPlan.divide(8 * gear.num_processes, gear.num_processes, 2)
+    filled = gear.filled_json(recipe, batch, "no")
     assert '"auto"' not in json.dumps(filled) and '"auto"' in json.dumps(gear.zero_json)
     assert (filled["gradient_clipping"], filled["gradient_accumulation_steps"]) == (0.25, 4)
     assert (filled["train_micro_batch_size_per_gpu"], filled["train_batch_size"]) == (2, 4 * 2 * gear.num_processes)
-    assert (filled["bf16"]["enabled"], gear.filled_json(recipe, 4, 2, "bf16")["bf16"]["enabled"]) == (False, True)
+    assert (filled["bf16"]["enabled"], gear.filled_json(recipe, batch, "bf16")["bf16"]["enabled"]) == (False, True)
 
 
 @pytest.mark.parametrize(
