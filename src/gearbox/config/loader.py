@@ -22,7 +22,7 @@ from gearbox.config.recipe import (
     keys_of_group,
     recipe_keys,
 )
-from gearbox.errors import UserError, did_you_mean, nearest
+from gearbox.errors import UserError, did_you_mean, nearest, one_line
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -52,7 +52,7 @@ def read_yaml(path: Path) -> RawMapping:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: is not YAML: {one_line(error, None)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")
     return content
