@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import transformers
 
 from gearbox.config.gear import Gear
 from gearbox.distributed import engine, process_group, verification
+from gearbox.model import loading
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def test_zero_with_another_clip_is_refused(train, monkeypatch):
 
 def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
     """bitsandbytes' default storage is left out of FSDP's sharding with no more than a warning."""
-    usual = transformers.BitsAndBytesConfig
+    usual = loading.BitsAndBytesConfig
 
     def with_default_storage(**settings):
         return usual(**{key: value for key, value in settings.items() if key != "bnb_4bit_quant_storage"})
 
-    monkeypatch.setattr(transformers, "BitsAndBytesConfig", with_default_storage)
+    monkeypatch.setattr(loading, "BitsAndBytesConfig", with_default_storage)
     outcome = train("fsdp", "model.quantize=nf4", "adapter.method=lora", ranks=2)
     refused(outcome, "sharding: a rank should hold 50% of the parameters' bytes")
 
