@@ -20,7 +20,6 @@ LIGHT = ("", "config", "launch")  # what reports mistakes, within half a second
 ENGINES = {"accelerate", "deepspeed", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel", "zero"}
 # Outside distributed/, and why.
 ENGINES_ELSEWHERE = {
-    ("launch/supervisor.py", "accelerate"): "the launcher that it starts",
     ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
 RANKS = {"is_main_process", "process_index", "local_process_index", "num_processes", "get_rank", "get_world_size"}
@@ -116,6 +115,7 @@ def test_what_reports_mistakes_imports_nothing_heavy():
     } == {}
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear"])
 def test_files_are_checked_without_torch(names):
     code = f"import sys, {names}; print({{*sys.argv}} & {{*sys.modules}})"
