@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gearbox.config.adapter_settings import saved_adapter_settings
-from gearbox.config.loader import load_recipe
+from gearbox.config.loader import load_recipe, rehearsed
 from gearbox.config.recipe import Adapter
 from gearbox.errors import UserError
 from gearbox.model import adapters, loading
@@ -232,7 +232,5 @@ def test_magnitudes_do_not_decay(folder):
 
 
 def test_a_rehearsal_keeps_the_settings_and_draws_the_weights(adapter):
-    from train import rehearsed
-
     adapter_settings = recipe_with(adapter, *ADDED_TOKENS).adapter
     assert rehearsed(recipe_with(adapter, *ADDED_TOKENS)).adapter == adapter_settings.model_copy(update={"path": None})
