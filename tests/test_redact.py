@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gearbox import ROOT, redact
-from gearbox.checkpoint import manifest
+from gearbox.checkpoint import folders
 from gearbox.launch.outcome import OUTCOME_FILE, write_outcome
 
 CANARIES = {
@@ -108,7 +108,7 @@ def test_a_traceback_has_none_either(secrets, tmp_path):
 
 
 def test_without_the_guard_they_would_be_found(train, tmp_path, secrets, monkeypatch):
-    monkeypatch.setattr(manifest, "redacted", lambda value: value)
+    monkeypatch.setattr(folders, "redacted", lambda value: value)
     outcome = train("single", "save.every=1", f"data.roles={{{CANARIES['COMET_API_KEY']}: user}}")
     found = [file for file in outcome.folder.rglob("manifest.json") if CANARIES["COMET_API_KEY"] in file.read_text()]
     assert found

@@ -14,8 +14,8 @@ from gearbox import ROOT
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
 from gearbox.launch import supervisor
-from gearbox.model import optimizer
 from gearbox.reporting import run_comparison
+from gearbox.training import loop
 from support.breakages import averaged_per_micro_batch, clipped_at_auto
 from support.ranks import run_ranks, skip_loading_back
 from support.repository import HEAVY
@@ -77,11 +77,9 @@ def test_three_gears_are_equal(compare):
 
 def test_another_learning_rate_is_found_at_its_step(compare):
     def meddle(gear, patch):
-        usual = optimizer.learning_rate
+        usual = loop.learning_rate
         if gear == "ddp":
-            patch.setattr(
-                optimizer, "learning_rate", lambda step, *rest: usual(step, *rest) * (1.1 if step >= 2 else 1.0)
-            )
+            patch.setattr(loop, "learning_rate", lambda step, *rest: usual(step, *rest) * (1.1 if step >= 2 else 1.0))
 
     code, said = compare("single,fsdp:2,ddp:2", meddle=meddle)
     assert code == 1

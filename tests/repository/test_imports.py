@@ -17,10 +17,9 @@ PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 LIGHT = ("", "config", "launch")  # what reports mistakes, within half a second
-ENGINES = {"accelerate", "deepspeed", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel", "zero"}
+ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 # Outside distributed/, and why.
 ENGINES_ELSEWHERE = {
-    ("launch/supervisor.py", "accelerate"): "the launcher that it starts",
     ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
 RANKS = {"is_main_process", "process_index", "local_process_index", "num_processes", "get_rank", "get_world_size"}
@@ -116,6 +115,7 @@ def test_what_reports_mistakes_imports_nothing_heavy():
     } == {}
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear"])
 def test_files_are_checked_without_torch(names):
     code = f"import sys, {names}; print({{*sys.argv}} & {{*sys.modules}})"
@@ -124,19 +124,39 @@ def test_files_are_checked_without_torch(names):
     assert ended.stdout == "set()\n"
 
 
+def test_a_module_run_as_a_script_does_not_hide_the_standard_library():
+    """Its folder is the first of sys.path then: src/gearbox/data/builtin_tasks.py writes the tiny tokenizer so."""
+    names = {path.stem for path in MODULES if folder_of(path) == "data"}
+    assert "builtin_tasks" in names and not names & sys.stdlib_module_names
+
+
 def test_engines_are_named_in_one_folder():
     found = {(str(path), name) for path, tree in MODULES.items() for name in identifiers(in_use(tree)) & ENGINES}
     elsewhere = {pair for pair in found if not pair[0].startswith("distributed/") and pair[0] != "config/gear.py"}
     assert elsewhere == set(ENGINES_ELSEWHERE)
-    assert ("distributed/engine.py", "accelerate") in found, "a renamed module would empty this test"
+    present = {("engine.py", "accelerate"), ("sharded_state.py", "deepspeed"), ("sharded_state.py", "DTensor")}
+    assert {(f"distributed/{name}", engine) for name, engine in present} <= found, "a renamed one would empty this test"
+    evaluation = imported([*ast.walk(MODULES[Path("training/evaluation.py")])])
+    assert {name for name in evaluation if "accelerate" in name} == {"accelerate.utils.broadcast"}
 
 
-@pytest.mark.parametrize("folder", ["data", "model"])
-def test_data_and_model_do_not_ask_which_process_they_are(folder):
+def test_the_built_in_data_are_imported_only_where_they_are_asked_for():
+    tree = MODULES[Path("data/sources.py")]
+    at_first = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "gearbox.data.builtin_tasks" in imported([*ast.walk(tree)]) - imported(at_first)
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    # A gear's number of processes is told and written down.
+    [("data", set()), ("model", set()), ("reporting", {"num_processes"}), ("checkpoint", {"num_processes"})],
+)
+def test_data_and_model_do_not_ask_which_process_they_are(folder, allowed):
     parts = {path: tree for path, tree in MODULES.items() if folder_of(path) == folder}
     assert len(parts) >= 5
     for path, tree in parts.items():
         nodes = in_use(tree)
-        assert identifiers(nodes) & RANKS == set(), path
+        assert identifiers(nodes) & RANKS <= allowed, path
         assert not any(name.startswith("torch.distributed") for name in imported(nodes)), path
+        assert "environ" not in identifiers(nodes) or path == Path("data/tokenization.py"), path
     assert identifiers(in_use(MODULES[Path("distributed/process_group.py")])) & RANKS, "a renamed one would empty this"
