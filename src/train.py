@@ -29,6 +29,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         run.restore(engine)  # the newest good checkpoint, if there is one
         facts = session.check_engine(engine, data)  # what was asked for is what runs, or nothing does
         rows = session.choose_rows(engine, data)
+        engine.fix_ddp_bucket_order(rows.training.batch([None]))  # else a resumed run differs in the last bit
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
         questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)

@@ -30,25 +30,3 @@ class World(Protocol):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-
-
-class SingleProcess:
-    """The world of one process."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value in a list."""
-        return [value]
-
-    def sum(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers."""
-        return [int(number) for number in numbers]
-
-    def decide(self, work: Callable[[], T]) -> T:
-        """Return what the call returns."""
-        return work()
-
-    def barrier(self) -> None:
-        """Return at once."""

@@ -23,7 +23,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
         for micro_rows in (1, 2, 4):
             consumed, chain = [], ""
             for step in range(num_steps):
-                row_ids = order.step(step)
+                row_ids = order.rows_of_step(step)
                 shares = [micro_batches_of(row_ids, (rank, ranks), micro_rows) for rank in range(ranks)]
                 dealt = [row for share in shares for micro in share for row in micro if row is not None]
                 assert Counter(dealt) == Counter(row_ids)
@@ -44,8 +44,8 @@ def test_epochs_and_seeds_have_other_permutations():
 def test_the_rows_of_a_step_depend_on_nothing_before_it(shares):
     sizes = [23] if shares is None else [23, 9]
     order = Sampler(sizes, 6, 5, shares)
-    steps = [order.step(step) for step in range(60)]
-    assert Sampler(sizes, 6, 5, shares).step(57) == steps[57] and order.step(3) == steps[3]
+    steps = [order.rows_of_step(step) for step in range(60)]
+    assert Sampler(sizes, 6, 5, shares).rows_of_step(57) == steps[57] and order.rows_of_step(3) == steps[3]
 
 
 @given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4))
@@ -73,9 +73,9 @@ def test_rows_of_similar_length_come_together():
     sorted_steps, shuffled = (Sampler([640], 8, 0, lengths=given_lengths) for given_lengths in (lengths, None))
 
     def padding(order):
-        widths = [lengths[order.step(step)] for step in range(80)]
+        widths = [lengths[order.rows_of_step(step)] for step in range(80)]
         return 1 - sum(w.sum() for w in widths) / sum(8 * w.max() for w in widths)
 
     assert padding(sorted_steps) < 0.03 < 0.3 < padding(shuffled)
-    firsts = [lengths[sorted_steps.step(step)].mean() for step in range(50)]
+    firsts = [lengths[sorted_steps.rows_of_step(step)].mean() for step in range(50)]
     assert firsts != sorted(firsts), "short and long steps are mixed"

@@ -19,7 +19,7 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     found, prepared = arranged(tokenizer, path, "batch.row_tokens=64")
     assert [summary.form for summary in found.summaries] == ["instruction", "text"]
     first = prepared.training.group_sizes[0]
-    rows = [row for step in range(50) for row in prepared.sampler.step(step)]
+    rows = [row for step in range(50) for row in prepared.sampler.rows_of_step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
     assert "75.0% of a step from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["rows"]
 
@@ -30,7 +30,7 @@ def test_the_steps_of_a_run(tokenizer, tmp_path, length, num_steps):
     lengths = ["train.steps=null", "train.epochs=null", "schedule.warmup=0", length]
     _, prepared = arranged(tokenizer, path, "batch.row_tokens=32", "batch.rows=4", *lengths)
     assert len(prepared.training) == 50 and prepared.num_steps == num_steps
-    assert sorted(row for step in range(25) for row in prepared.sampler.step(step)) == sorted([*range(50)] * 2)
+    assert sorted(row for step in range(25) for row in prepared.sampler.rows_of_step(step)) == sorted([*range(50)] * 2)
 
 
 def test_without_weights_sources_are_one_pool(tokenizer, tmp_path):

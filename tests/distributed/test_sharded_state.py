@@ -7,7 +7,7 @@ import torch
 
 from gearbox.checkpoint import shards
 from gearbox.distributed import sharded_state
-from gearbox.world import SingleProcess
+from support.world import SingleProcess
 
 
 def test_optimizer_state_in_blocks_fits_only_its_own_cut():

@@ -58,6 +58,6 @@ def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
     assert any("instead of" in problem for problem in interrupted("ahead", load=((TrainState, "from_json"), ahead)))
     forgetful = interrupted("forgetful", load=((run_folder.Run, "restore"), lambda *_: None))
     assert any("instead of" in problem for problem in forgetful)
-    again = interrupted("again", load=((sampler.Sampler, "step"), lambda self, step: list(range(6))))
+    again = interrupted("again", load=((sampler.Sampler, "rows_of_step"), lambda self, step: list(range(6))))
     assert any("trained other rows" in problem for problem in again)
     assert any("rows came twice" in problem for problem in again)

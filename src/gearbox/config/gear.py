@@ -26,7 +26,7 @@ EngineName = Literal["single", "ddp", "fsdp", "zero", "tp", "pp"]
 # By accelerate's distributed_type.
 ENGINES: dict[str, EngineName] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}
 
-# Names that accelerate 1.15 reads; tests/test_gear.py compares them with its launcher's parser.
+# Names that accelerate 1.15 reads; tests/config/test_gear.py compares them with its launcher's parser.
 TOP_KEYS = """
     compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
     main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity

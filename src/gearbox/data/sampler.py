@@ -48,7 +48,7 @@ class Sampler:
         epoch, offset = divmod(cycle * self._per_cycle[group] + self._earlier[slot], self.group_sizes[group])
         return self.group_firsts[group] + int(self._permutation(group, epoch)[offset])
 
-    def step(self, step: int) -> list[int]:
+    def rows_of_step(self, step: int) -> list[int]:
         """Return the rows of a step, in order."""
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]

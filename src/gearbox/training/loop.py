@@ -33,7 +33,7 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
 
         heartbeat = heartbeats_of(state.step + 1, watchdog)
         heartbeat("rows")
-        row_ids = rows.sampler.step(state.step)
+        row_ids = rows.sampler.rows_of_step(state.step)
         batch = batches.make_step_batch(rows.training, row_ids, engine.data_shard, engine.job.batch.micro_rows)
         engine.seed_step(state.step)
         rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)

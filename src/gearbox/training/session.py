@@ -138,7 +138,6 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
             recipe = engine.job.recipe
             rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
         rows = replace(rows, leakage=leakage)
-    engine.fix_ddp_bucket_order(rows.training.batch([None]))
     return rows
 
 

@@ -1,0 +1,28 @@
+"""A world without other ranks, for what asks them."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class SingleProcess:
+    """The world of one process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value in a list."""
+        return [value]
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        """Return the numbers."""
+        return [int(number) for number in numbers]
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """Return what the call returns."""
+        return work()
+
+    def barrier(self) -> None:
+        """Return at once."""
