@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise UserError(f"{folder}: holds no model; a run leaves one in runs/<name>/model")
 
-    from gearbox.model.export import load_for_answers
+    from gearbox.model.loading import load_for_answers
 
     model, tokenizer = load_for_answers(folder, trust)
     text = words[1]

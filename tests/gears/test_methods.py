@@ -12,7 +12,7 @@ from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.data import batches, splits
 from gearbox.data.corpus import load_corpora
-from gearbox.model import export, loss
+from gearbox.model import loading, loss
 from support.methods import ADDED_TOKENS, METHODS, short, two_models
 
 STEPS = 4
@@ -118,7 +118,7 @@ def test_added_tokens_are_trained(run, folder):
 @pytest.mark.parametrize("method", ["dora", "lora, tokens", "rslora, tokens, untied", "full, tokens"])
 def test_loaded_back_it_has_the_loss_that_it_was_saved_with(run, chats, folder, method):
     outcome = run("fsdp", method)
-    loaded, tokenizer = export.load_for_answers(outcome.folder / "model")
+    loaded, tokenizer = loading.load_for_answers(outcome.folder / "model")
     assert tokenizer.tokenize("sort abcd") == (["sort", "Ġ", "ab", "cd"] if "tokens" in method else list("sortĠabcd"))
     assert tokenizer.decode(tokenizer("sort").input_ids, skip_special_tokens=True) == "sort"
     loss.install_loss(loaded)

@@ -1,8 +1,7 @@
-"""The folder that from_pretrained loads, and a saved model for inference."""
+"""The folder that from_pretrained loads."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -71,22 +68,3 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: st
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     """Return the dtype in which a checkpoint's weights are stored, and in which the trained ones are saved."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-
-
-def load_for_answers(
-    folder: Path, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
-    """Load a saved model (an adapter with its base) and its tokenizer as a user does, on the CPU or the first GPU."""
-    adapter_config = folder / "adapter_config.json"
-    settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
-    base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
-    trust = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    if adapter_config.is_file():
-        import peft
-
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -30,6 +31,8 @@ from gearbox.model import adapters, loss
 if TYPE_CHECKING:
     from peft import PeftModel
 
+# At its import, on CPUs with AVX512-BF16, it asks for a kernel from the hub, of which `_keep_storage` has no use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; a UserError says the outcome in one line
 transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
@@ -246,3 +249,22 @@ def fingerprint(source: str, recipe: Recipe) -> str | None:
     if recipe.adapter.path is not None:
         digests.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
     return " ".join(digests)
+
+
+def load_for_answers(
+    folder: Path, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
+    """Load a saved model (an adapter with its base) and its tokenizer as a user does, on the CPU or the first GPU."""
+    adapter_config = folder / "adapter_config.json"
+    settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
+    base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
+    trust = {"trust_remote_code": trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    if adapter_config.is_file():
+        import peft
+
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
