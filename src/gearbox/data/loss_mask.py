@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gearbox.data.row_formats import BadRow, Chat, JsonObject, Turn
 from gearbox.data.sources import JSON
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -148,7 +148,7 @@ class ChatTokenizer:
                 [turns], tools=tools, chat_template=template, **options, **self.special_tokens
             )
         except Exception as error:  # the template is a program of somebody else's
-            message = " ".join(str(error).split())[:300]
+            message = one_line(error)
             raise BadRow(f"the chat template refuses this chat: {message or type(error).__name__}") from None
         return texts[0], list(map(tuple, marked[0])) if has_markers else None
 

@@ -18,7 +18,7 @@ import xxhash
 
 from gearbox.config.loader import matches
 from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES, Source
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import datasets
@@ -203,7 +203,7 @@ def _dataset_origin(name: str, split: str, dataset: datasets.Dataset) -> Origin:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _too_large(num_bytes: int) -> Bad:

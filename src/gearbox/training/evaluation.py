@@ -35,7 +35,7 @@ def is_due(recipe: Eval, state: TrainState, num_steps: int) -> bool:
     return due and state.evaluated < state.step
 
 
-def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool] = lambda: True) -> Evaluation | None:
+def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -> Evaluation | None:
     """Evaluate all held-out rows, dealt like training rows, so that any number of ranks agrees.
 
     All ranks call `keep_going` together before each portion of rows; return None if it returns False.

@@ -53,9 +53,7 @@ def heartbeats_of(step: int, watchdog: Watchdog) -> Callable[[str], None]:
     return lambda phase: watchdog.heartbeat(f"step {step}, {phase}")
 
 
-def train_step(
-    engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None] = lambda phase: None
-) -> StepResult:
+def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]) -> StepResult:
     """Take one optimizer step on this rank's micro batches. Return loss and gradient norm of the whole step.
 
     The loss is the sum over the target tokens of all ranks, divided by their number. Where loss or gradient is not
