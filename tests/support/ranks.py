@@ -2,6 +2,7 @@
 
 from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
 
+import faulthandler
 import gc
 import json
 import os
@@ -88,6 +89,9 @@ def fork_ranks(
     # The ranks meet in a store of this process, as torch's launcher has one: a port that was free a moment ago may be
     # somebody else's by now.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # No child meets the store before all are forked. The store's thread looks up the name of each that connects; a
+    # child that is forked just then inherits the resolver's lock as it is, held, and waits for it without end.
+    all_forked, last_fork = os.pipe()
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
     children = []
     for rank in range(num_ranks):
@@ -96,9 +100,12 @@ def fork_ranks(
             code = 1
             gc.freeze()  # else the child's collector goes through all that the parent has, and copies its pages
             try:
+                os.close(last_fork)
+                os.read(all_forked, 1)  # returns when the parent has closed its end, too
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
+                faulthandler.dump_traceback_later(TIMEOUT - PATIENCE, file=sys.stderr)  # where it hangs
                 # torch replaces its thread pool at the first use after a fork, and not thread-safely: transformers'
                 # loader threads once met "Invalid thread pool!". One use before there are threads does it.
                 torch.set_num_threads(1)
@@ -120,6 +127,8 @@ def fork_ranks(
                 sys.stderr.flush()
                 os._exit(code)
         children.append(child)
+    os.close(last_fork)
+    os.close(all_forked)
     meanwhile(children)
     codes = _wait(children)
     log.seek(0)
