@@ -74,8 +74,8 @@ def test_every_token_is_in_the_batches_once(lengths, packing):
     seen = Counter()
     for row in range(len(rows)):
         batch = rows.batch([row])
-        inside = batch["document_ids"] >= 0
-        seen.update(zip(batch["document_ids"][inside].tolist(), batch["input_ids"][inside].tolist(), strict=True))
+        inside = batch["chunk_ids"] >= 0
+        seen.update(zip(batch["chunk_ids"][inside].tolist(), batch["input_ids"][inside].tolist(), strict=True))
         assert rows.targets[row] == (batch["labels"] != IGNORE_INDEX).sum()
         assert rows.num_tokens[row] == inside.sum()
     assert seen == Counter((i, token) for i in range(len(made)) for token in made.tokens(i).tolist())
@@ -93,7 +93,7 @@ def test_labels_and_positions_stay_inside_their_document():
             labels = [tokens[t] if trained[t] else IGNORE_INDEX for t in range(1, len(tokens))] + [IGNORE_INDEX]
             columns += zip(tokens, range(len(tokens)), labels, [index] * len(tokens), strict=True)
         columns += [(1, position, IGNORE_INDEX, -1) for position in range(16 - len(columns))]
-        names = ("input_ids", "position_ids", "labels", "document_ids")
+        names = ("input_ids", "position_ids", "labels", "chunk_ids")
         assert torch.stack([batch[name][i] for name in names], 1).tolist() == [list(column) for column in columns]
 
 
@@ -143,7 +143,7 @@ def test_a_step_counts_the_whole_on_every_rank():
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
     micro_batches = [micro for share in shares for micro in share.micro_batches]
     assert sum(int((micro["labels"] != IGNORE_INDEX).sum()) for micro in micro_batches) == shares[0].num_targets > 0
-    assert sum(int((micro["document_ids"] >= 0).sum()) for micro in micro_batches) == shares[0].num_tokens
+    assert sum(int((micro["chunk_ids"] >= 0).sum()) for micro in micro_batches) == shares[0].num_tokens
 
 
 def test_the_hash_chain_tells_every_order_apart():

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from gearbox import ROOT
 from gearbox.data import loss_mask, row_formats
 from gearbox.data.loss_mask import ChatTokenizer
-from gearbox.data.row_formats import BadRow, FieldNames
+from gearbox.data.row_formats import FieldNames, InvalidRecord
 from gearbox.errors import UserError
 
 SMOLLM2 = ROOT / "models" / "smollm2-135m"
@@ -45,7 +45,7 @@ def make():
 
 def encode(encoder: ChatTokenizer, record: dict, form: str = "messages", **fields):
     (outcome,) = encoder.encode([row_formats.read(record, FieldNames(form, fields, {}))])
-    if isinstance(outcome, BadRow):
+    if isinstance(outcome, InvalidRecord):
         raise outcome
     return outcome
 
@@ -175,7 +175,7 @@ def test_markers_that_do_not_match_the_turns_are_refused(make):
     twice = template("chatml_tools").replace(
         "{{- message.content -}}\n{%- for", "{{- message.content -}}{%- endgeneration -%}{%- generation -%}\n{%- for"
     )
-    with pytest.raises(BadRow, match="marks 4 generations, but the chat has 2 turns of the assistant"):
+    with pytest.raises(InvalidRecord, match="marks 4 generations, but the chat has 2 turns of the assistant"):
         trained(make(twice), {"messages": TWO})
 
 
@@ -194,7 +194,7 @@ def test_a_template_that_drops_content_is_refused(make, change, record, said_so)
     if said_so is None:
         assert trained(changed, record)
     else:
-        with pytest.raises(BadRow) as caught:
+        with pytest.raises(InvalidRecord) as caught:
             trained(changed, record)
         assert str(caught.value).startswith(said_so)
 
@@ -211,14 +211,14 @@ def test_a_template_that_drops_content_is_refused(make, change, record, said_so)
 )
 def test_a_template_without_tools_is_refused_for_calls(make, record, said_so):
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    with pytest.raises(BadRow) as caught:
+    with pytest.raises(InvalidRecord) as caught:
         trained(make(plain + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"), record)
     assert str(caught.value).startswith(said_so)
 
 
 def test_reasoning_that_the_template_does_not_know_is_not_lost_in_silence(make):
     turns = [*said("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
-    with pytest.raises(BadRow, match=r"turn 2 .assistant.: the chat template leaves out its reasoning_content"):
+    with pytest.raises(InvalidRecord, match=r"turn 2 .assistant.: the chat template leaves out its reasoning_content"):
         trained(make("llama_like"), {"messages": turns})
 
 
@@ -230,7 +230,7 @@ def test_reasoning_that_the_template_does_not_know_is_not_lost_in_silence(make):
     ],
 )
 def test_what_the_template_forbids(make, turns, said_so):
-    with pytest.raises(BadRow, match=f"the chat template refuses this chat: {said_so}"):
+    with pytest.raises(InvalidRecord, match=f"the chat template refuses this chat: {said_so}"):
         trained(make("llama_like"), {"messages": turns})
 
 
@@ -330,7 +330,8 @@ def test_the_head_of_the_next_turn_is_no_end_of_this_one(make):
 def test_a_part_of_the_last_answer_is_not_left_out_in_silence(make, change, answer):
     """Templates in the manner of DeepSeek R1 take the reasoning out of every turn, the trained one as well."""
     changed = make(HEADLESS.replace("{{ m.content }}", f"{{{{ {change} }}}}"))
-    with pytest.raises(BadRow, match=r"turn 2 .assistant.: the chat template leaves out its content or a part of it"):
+    reason = r"turn 2 .assistant.: the chat template leaves out its content or a part of it"
+    with pytest.raises(InvalidRecord, match=reason):
         trained(changed, {"messages": said("user", "q", "assistant", answer)})
 
 
@@ -378,7 +379,7 @@ def test_real_files(make, name, file):
     encoder = make(name)
     documents = [row_formats.read(record, FieldNames(form, {}, {})) for record in records]
     for document, outcome in zip(documents, encoder.encode(documents), strict=True):
-        assert not isinstance(outcome, BadRow), outcome
+        assert not isinstance(outcome, InvalidRecord), outcome
         text = encoder.tokenizer.decode(outcome.tokens[outcome.loss_mask == 1])
         answers = [turn for turn in document.turns if turn["role"] == "assistant"]
         assert text.count(END[name]) == len(answers) and text.endswith(END[name])

@@ -24,7 +24,7 @@ def test_the_first_bad_line_is_named_whatever_the_process_that_finds_it(tokenize
         read(tokenizer, tmp_path / "a.jsonl")
     found = read(tokenizer, tmp_path / "a.jsonl", "data.on_bad_row=skip")
     assert [number for _, number, _ in found.bad] == [151, 601] and len(found) == 898
-    assert found.number.tolist() == [n for n in range(1, 901) if n not in (151, 601)]
+    assert found.record_numbers.tolist() == [n for n in range(1, 901) if n not in (151, 601)]
 
 
 def test_a_file_that_changes_while_it_is_read(tokenizer, tmp_path, cache, monkeypatch):

@@ -127,7 +127,7 @@ def test_loaded_back_it_has_the_loss_that_it_was_saved_with(run, chats, folder, 
     documents, evaluated = load_corpora(recipe, tokenizer)
     rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, True).held_out
     batch = rows.batch(list(range(len(rows))))
-    batch.pop("document_ids")
+    batch.pop("chunk_ids")
     with torch.no_grad():
         losses, _ = loaded(**batch)
     mean = losses.sum().item() / (batch["labels"] != batches.IGNORE_INDEX).sum().item()

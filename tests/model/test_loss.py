@@ -161,7 +161,7 @@ def test_documents_of_a_row_do_not_see_each_other(packed):
     batch = made.rows(32).batch([0, 1])
     usual = logits_of(model, batch)
     for index in range(len(made)):
-        inside = batch["document_ids"] == index
+        inside = batch["chunk_ids"] == index
         changed = batch | {"input_ids": torch.where(inside, (batch["input_ids"] + 7) % VOCABULARY, batch["input_ids"])}
         moved = (logits_of(model, changed) - usual).abs().amax(-1)
         assert moved[~inside].max() < 1e-6
@@ -172,7 +172,7 @@ def whole(model: torch.nn.Module, made: Made, row_tokens: int, packing: bool) ->
     """The loss of each document, and the gradient of their sum, in one batch."""
     rows = made.rows(row_tokens, packing=packing)
     batch = rows.batch(list(range(len(rows))))
-    documents = batch.pop("document_ids")
+    documents = batch.pop("chunk_ids")
     with torch.no_grad():
         each, _ = model(**batch)
     model.zero_grad()
@@ -189,7 +189,7 @@ def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_ti
     alone = []
     for index in range(len(made)):
         one = Made([made.tokens(index).tolist()], [made.loss_mask(index).tolist()]).rows(15, packing=False).batch([0])
-        one.pop("document_ids")
+        one.pop("chunk_ids")
         alone.append(model(**one))
         alone[-1].backward()
     one_at_a_time = gradients(model)

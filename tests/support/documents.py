@@ -18,7 +18,7 @@ class Made:
         self._supervised = [np.array(flags, np.int8) for flags in supervised]
         self.lengths = np.array([len(ids) for ids in self._tokens], np.int64)
         self.targets = np.array([int(flags[1:].sum()) for flags in self._supervised])
-        self.origin = np.zeros(len(self), np.int32)
+        self.origin_ids = np.zeros(len(self), np.int32)
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -105,7 +105,8 @@ def fork_ranks(
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
-                faulthandler.dump_traceback_later(TIMEOUT - PATIENCE, file=sys.stderr)  # where it hangs
+                # Where a rank hangs; one rank after the other, or their lines would mix.
+                faulthandler.dump_traceback_later(TIMEOUT - PATIENCE + rank, file=sys.stderr)
                 # torch replaces its thread pool at the first use after a fork, and not thread-safely: transformers'
                 # loader threads once met "Invalid thread pool!". One use before there are threads does it.
                 torch.set_num_threads(1)

@@ -95,9 +95,9 @@ class PackedRows:
         return ", ".join(shown) + (f" and {len(documents) - num_shown} more" if len(documents) > num_shown else "")
 
     def batch(self, row_ids: Sequence[int | None]) -> Batch:
-        """Return input_ids, position_ids, labels and document_ids, each [B, T] int64; None is a row without targets.
+        """Return input_ids, position_ids, labels and chunk_ids, each [B, T] int64; None is a row without targets.
 
-        labels[t] is the token to predict from position t, or IGNORE_INDEX. document_ids are indices of chunks, and -1
+        labels[t] is the token to predict from position t, or IGNORE_INDEX. chunk_ids are indices of chunks, and -1
         in the padding, which position_ids count as a chunk of its own. Without packing there are no position_ids, and
         T is only as long as the longest row needs.
         """
@@ -109,7 +109,7 @@ class PackedRows:
         batch = {
             "input_ids": np.full(shape, self.pad_token),
             "labels": np.full(shape, IGNORE_INDEX),
-            "document_ids": np.full(shape, -1),
+            "chunk_ids": np.full(shape, -1),
         }
         positions = np.tile(np.arange(width), (len(row_ids), 1))
         for i, row_id in enumerate(row_ids):
@@ -119,7 +119,7 @@ class PackedRows:
                 end = first + len(tokens)
                 batch["input_ids"][i, first:end] = tokens
                 batch["labels"][i, first : end - 1] = np.where(loss_mask[1:], tokens[1:], IGNORE_INDEX)
-                batch["document_ids"][i, first:end] = chunk
+                batch["chunk_ids"][i, first:end] = chunk
                 positions[i, first:end] = np.arange(len(tokens))
                 first = end
             positions[i, first:] = np.arange(width - first)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gearbox.config.recipe import FORMS, Data, Recipe
 from gearbox.data import loss_mask, row_formats, sources, tokenization
 from gearbox.data.sources import Origin
-from gearbox.data.tokenization import BadRecord, OriginSummary, Question
+from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class MappedCorpus:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         self.origins = origins
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
-        self.bad = [BadRecord(*entry) for entry in about["bad"]]
-        self.samples = [Question(**sample) for sample in about["samples"]]
+        self.bad = [UnusableRecord(*entry) for entry in about["bad"]]
+        self.questions = [Question(**question) for question in about["questions"]]
         self.digest: str = about["digest"]
         self.key = folder.name
         """Hash of all that the documents depend on. It changes with the code that makes them; `digest` does not."""
@@ -56,9 +56,9 @@ class MappedCorpus:
         self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
         self.targets: NDArray[np.int32] = table.column("targets").to_numpy()
         self.hashes: NDArray[np.uint64] = table.column("hash").to_numpy()
-        self.origin: NDArray[np.int32] = table.column("origin").to_numpy()
-        self.number: NDArray[np.int64] = table.column("number").to_numpy()
-        self.source: NDArray[np.int64] = np.array([summary.source for summary in self.summaries])[self.origin]
+        self.origin_ids: NDArray[np.int32] = table.column("origin").to_numpy()
+        self.record_numbers: NDArray[np.int64] = table.column("number").to_numpy()
+        self.source_ids: NDArray[np.int64] = np.array([summary.source for summary in self.summaries])[self.origin_ids]
         self._tokens: _ListColumn[np.int32] = _ListColumn(table.column("input_ids"))
         self._loss_masks: _ListColumn[np.int8] = _ListColumn(table.column("supervised"))
 
@@ -75,7 +75,7 @@ class MappedCorpus:
 
     def location(self, document: int) -> str:
         """Return where the document was read: file:line."""
-        return self.origins[int(self.origin[document])].location(int(self.number[document]))
+        return self.origins[int(self.origin_ids[document])].location(int(self.record_numbers[document]))
 
 
 class _ListColumn(Generic[Number]):

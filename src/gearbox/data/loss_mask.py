@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gearbox.data.row_formats import BadRow, Chat, JsonObject, Turn
+from gearbox.data.row_formats import Chat, InvalidRecord, JsonObject, Turn
 from gearbox.data.sources import JSON
 from gearbox.errors import UserError, one_line
 
@@ -63,9 +63,9 @@ class ChatTokenizer:
         self.checked_shapes: set[tuple[object, ...]] = set()
         """Orders of roles of which the template shows every turn."""
 
-    def encode(self, documents: list[Chat | str]) -> list[Encoded | BadRow]:
-        """Return each document tokenized, not truncated; a BadRow where the template does not accept it."""
-        outcomes: dict[int, Encoded | BadRow] = {}
+    def encode(self, documents: list[Chat | str]) -> list[Encoded | InvalidRecord]:
+        """Return each document tokenized, not truncated; a InvalidRecord where the template does not accept it."""
+        outcomes: dict[int, Encoded | InvalidRecord] = {}
         texts: dict[int, str] = {}
         rendered: dict[int, tuple[str, list[Span]]] = {}
         for i, document in enumerate(documents):
@@ -74,7 +74,7 @@ class ChatTokenizer:
                 continue
             try:
                 rendered[i] = self.render(document)
-            except BadRow as error:
+            except InvalidRecord as error:
                 outcomes[i] = error
         outcomes |= zip(texts, self._encode_texts(list(texts.values())), strict=True)
         outcomes |= zip(rendered, self._encode_rendered(list(rendered.values())), strict=True)
@@ -114,7 +114,7 @@ class ChatTokenizer:
         return Encoded(np.concatenate([np.array(ids, np.int32) for ids in tokens]), np.concatenate(loss_masks))
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the chat as the model sees it, and the spans that are trained. Raises BadRow."""
+        """Return the chat as the model sees it, and the spans that are trained. Raises InvalidRecord."""
         turns = chat.turns
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         text, marked = self._apply(turns, chat.tools)
@@ -149,7 +149,7 @@ class ChatTokenizer:
             )
         except Exception as error:  # the template is a program of somebody else's
             message = one_line(error)
-            raise BadRow(f"the chat template refuses this chat: {message or type(error).__name__}") from None
+            raise InvalidRecord(f"the chat template refuses this chat: {message or type(error).__name__}") from None
         return texts[0], list(map(tuple, marked[0])) if has_markers else None
 
     def _template(self, with_tools: bool) -> tuple[str, bool]:
@@ -196,7 +196,7 @@ class ChatTokenizer:
     def _marked_spans(self, chat: Chat, answers: list[int], text: str, marked: list[Span]) -> dict[int, Span]:
         """Return the marked span of each answer, its end of turn included."""
         if len(marked) != len(answers):
-            raise BadRow(
+            raise InvalidRecord(
                 f"the chat template marks {len(marked)} generations, but the chat has {len(answers)} turns of the "
                 "assistant; mend its {% generation %} blocks"
             )
@@ -220,13 +220,13 @@ class ChatTokenizer:
         turns[turn] = {k: v for k, v in turns[turn].items() if k != "tool_calls"} | {"content": STAND_IN}
         changed = self._apply(turns, chat.tools)[0]
         if STAND_IN not in changed:
-            raise BadRow(f"turn {turn + 1} ({chat.turns[turn]['role']}): {_LEFT_OUT} its content")
+            raise InvalidRecord(f"turn {turn + 1} ({chat.turns[turn]['role']}): {_LEFT_OUT} its content")
         first = _common_prefix(text, changed)
         suffix = min(_common_prefix(text[::-1], changed[::-1]), len(text) - first, len(changed) - first)
         return first, len(text) - suffix
 
     def _check_nothing_missing(self, chat: Chat, text: str, spans: dict[int, Span]) -> None:
-        """Raise BadRow if the text lacks a turn, the tools, or a part of a turn."""
+        """Raise InvalidRecord if the text lacks a turn, the tools, or a part of a turn."""
         # Whether a template shows a turn at all depends on the roles: checked once for each order of them.
         shape = (bool(chat.tools), *((turn["role"], bool(turn.get("tool_calls"))) for turn in chat.turns))
         if shape not in self.checked_shapes:
@@ -236,13 +236,14 @@ class ChatTokenizer:
             if chat.tools:
                 with_stand_in = self._apply(chat.turns, [{"type": "function", "function": stand_in}])[0]
                 if STAND_IN not in with_stand_in:
-                    raise BadRow(f"tools: {_LEFT_OUT} the tools; {_OTHER_TEMPLATE}, or set data.fields={{tools: null}}")
+                    hint = f"{_OTHER_TEMPLATE}, or set data.fields={{tools: null}}"
+                    raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
             self.checked_shapes.add(shape)
         for i in range(len(chat.turns)):
             self._check_turn(chat, i, text, spans)
 
     def _check_turn(self, chat: Chat, i: int, text: str, spans: dict[int, Span]) -> None:
-        """Raise BadRow if the text lacks content, a call or the last reasoning of a turn."""
+        """Raise InvalidRecord if the text lacks content, a call or the last reasoning of a turn."""
         turn, last_answer = chat.turns[i], max(spans)
         name = f"turn {i + 1} ({turn['role']})"
         within = text[slice(*spans[i])] if i in spans else text
@@ -250,13 +251,13 @@ class ChatTokenizer:
             # Of an answer before the last, the template may take out the beginning: reasoning, not for later turns.
             rest = _without_spaces(self.special.sub("", within)) if i in spans and i < last_answer else ""
             if not rest or not _without_spaces(turn["content"]).endswith(rest):
-                raise BadRow(f"{name}: {_LEFT_OUT} its content or a part of it; {_OTHER_TEMPLATE}")
+                raise InvalidRecord(f"{name}: {_LEFT_OUT} its content or a part of it; {_OTHER_TEMPLATE}")
         for call in turn.get("tool_calls", ()):
             function = call["function"]
             if not all(_shows(within, part) for part in [function["name"], *_texts(function["arguments"])]):
-                raise BadRow(f"{name}: {_LEFT_OUT} its call of {function['name']!r}; {_OTHER_TEMPLATE}")
+                raise InvalidRecord(f"{name}: {_LEFT_OUT} its call of {function['name']!r}; {_OTHER_TEMPLATE}")
         if i == last_answer and not _shows(within, turn.get("reasoning_content", "")):
-            raise BadRow(f"{name}: {_LEFT_OUT} its reasoning_content; {_OTHER_TEMPLATE}")
+            raise InvalidRecord(f"{name}: {_LEFT_OUT} its reasoning_content; {_OTHER_TEMPLATE}")
 
 
 _LEFT_OUT = "the chat template leaves out"

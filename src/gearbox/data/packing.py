@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from gearbox.data.sources import Origin
-    from gearbox.data.tokenization import BadRecord, OriginSummary, Question
+    from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
 
 
 class Corpus(Protocol):
@@ -26,18 +26,18 @@ class Corpus(Protocol):
     """Tokens to predict. The first token is never one: nothing comes before it."""
     hashes: NDArray[np.uint64]
     """Hash of the token ids."""
-    origin: NDArray[np.int32]
+    origin_ids: NDArray[np.int32]
     """Index into `origins`."""
-    number: NDArray[np.int64]
+    record_numbers: NDArray[np.int64]
     """Number of the record in its origin."""
-    source: NDArray[np.int64]
+    source_ids: NDArray[np.int64]
     """Index of the entry of data.path."""
     origins: list[Origin]
     summaries: list[OriginSummary]
     """One for each origin."""
-    bad: list[BadRecord]
+    bad: list[UnusableRecord]
     """The records that could not be used, in order."""
-    samples: list[Question]
+    questions: list[Question]
     """Questions to put to the model, of the documents that any split holds out first."""
     digest: str
     """Hash of what is trained: token ids, loss masks and lengths of all documents, in order."""
@@ -106,7 +106,7 @@ def chunk_documents(corpus: Corpus, row_tokens: int, policies: list[str]) -> Chu
 
 
 def _chunk_starts(corpus: Corpus, document: int, row_tokens: int, policies: list[str]) -> range:
-    policy = policies[corpus.origin[document]]
+    policy = policies[corpus.origin_ids[document]]
     stop = {"drop": 0, "truncate": 1, "split": int(corpus.lengths[document])}[policy]
     return range(0, stop, row_tokens)
 

@@ -36,7 +36,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers gives
 READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 
 
-class BadRow(Exception):
+class InvalidRecord(Exception):
     """Why a record cannot be used: the field, what was found, and what to change."""
 
 
@@ -93,9 +93,9 @@ def unused_fields(record: JSON, names: FieldNames) -> set[str]:
 
 
 def read(record: JSON, names: FieldNames) -> Chat | str:
-    """Return the chat of a record, or its text when it is plain text. Raises BadRow."""
+    """Return the chat of a record, or its text when it is plain text. Raises InvalidRecord."""
     if not isinstance(record, dict):
-        raise BadRow(f"must be an object with fields, found {_kind(record)}")
+        raise InvalidRecord(f"must be an object with fields, found {_kind(record)}")
     for name in FORMS[names.form][0]:
         _require(record, name, names)
     if names.form == "text":
@@ -107,9 +107,9 @@ def read(record: JSON, names: FieldNames) -> Chat | str:
         num_context += 1
     main = names.of(FORMS[names.form][0][0])
     if not any(turn["role"] == "assistant" for turn in turns):
-        raise BadRow(f"{main}: has no turn of the assistant")
+        raise InvalidRecord(f"{main}: has no turn of the assistant")
     if turns[0]["role"] == "assistant":
-        raise BadRow(f"{main}[0]: the first turn is the assistant's; there is nothing that it answers")
+        raise InvalidRecord(f"{main}[0]: the first turn is the assistant's; there is nothing that it answers")
     weightless = {i for i, turn in enumerate(turns) if turn.pop("weight", 1) == 0}
     return Chat(turns, tools, frozenset(range(num_context)) | weightless)
 
@@ -153,25 +153,25 @@ def _require(record: JsonObject, name: str, names: FieldNames) -> None:
     if key not in record:
         other = recognise(record, "auto", names.fields)
         if other is not None:
-            raise BadRow(
+            raise InvalidRecord(
                 f"{key}: is missing: this row has {TITLES[other]}, the first one of the file {TITLES[names.form]}; "
                 "give each form a file of its own"
             )
         fields = ", ".join(sorted(map(str, record)))
         hint = nearest(key, [str(key) for key in record])
-        raise BadRow(f"{key}: is missing{hint or f'; the fields are {fields}'}")
+        raise InvalidRecord(f"{key}: is missing{hint or f'; the fields are {fields}'}")
     if record[key] is None:
-        raise BadRow(f"{key}: is null")
+        raise InvalidRecord(f"{key}: is null")
     if record[key] in ("", [], {}):
-        raise BadRow(f"{key}: is empty")
+        raise InvalidRecord(f"{key}: is empty")
 
 
 def _text(record: JsonObject, name: str, within: str = "") -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise BadRow(f"{within}{name}: must be text, found {_kind(value)}")
+        raise InvalidRecord(f"{within}{name}: must be text, found {_kind(value)}")
     if not value.strip():
-        raise BadRow(f"{within}{name}: is empty")
+        raise InvalidRecord(f"{within}{name}: is empty")
     return _encodable(value, f"{within}{name}")
 
 
@@ -181,13 +181,13 @@ def _optional_text(record: JsonObject, name: str) -> str:
 
 def _encodable(value: str, where: str) -> str:
     if len(value) > MAX_RECORD_BYTES:
-        raise BadRow(
+        raise InvalidRecord(
             f"{where}: has {len(value):,} letters, more than the {MAX_RECORD_BYTES:,} that one may have; cut it"
         )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRow(
+        raise InvalidRecord(
             f"{where}: is not UTF-8: a lone surrogate or a wrong byte at character {error.start + 1}"
         ) from None
     return value
@@ -195,22 +195,22 @@ def _encodable(value: str, where: str) -> str:
 
 def _turns(turns: JSON, where: str, names: FieldNames) -> list[Turn]:
     if not isinstance(turns, list):
-        raise BadRow(f"{where}: must be a list of turns, found {_kind(turns)}")
+        raise InvalidRecord(f"{where}: must be a list of turns, found {_kind(turns)}")
     if not turns:
-        raise BadRow(f"{where}: is empty")
+        raise InvalidRecord(f"{where}: is empty")
     return [_turn(turn, f"{where}[{i}]", names) for i, turn in enumerate(turns)]
 
 
 def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
     if not isinstance(turn, dict):
-        raise BadRow(f"{where}: must be an object, found {_kind(turn)}")
+        raise InvalidRecord(f"{where}: must be an object, found {_kind(turn)}")
     role_field, content_field = _turn_fields(turn, names)
     role = _role(turn, role_field, where, names)
     if role == CALL:
         return _call_turn(turn, content_field, where)
     calls = turn.get("tool_calls") or turn.get("function_call")  # the latter is OpenAI's older name
     if calls and role != "assistant":
-        raise BadRow(f"{where}.tool_calls: only the assistant calls tools, found the role {turn[role_field]!r}")
+        raise InvalidRecord(f"{where}.tool_calls: only the assistant calls tools, found the role {turn[role_field]!r}")
     content = _content(turn, content_field, where, is_tool=role == "tool", has_calls=bool(calls))
     result = _make_turn(role, content) | {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name)}
     for name in REASONING:
@@ -220,7 +220,7 @@ def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
         result["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if role == "assistant" and turn.get("weight") is not None:
         if turn["weight"] not in (0, 1):
-            raise BadRow(f"{where}.weight: must be 0 (not trained) or 1, found {turn['weight']!r}")
+            raise InvalidRecord(f"{where}.weight: must be 0 (not trained) or 1, found {turn['weight']!r}")
         result["weight"] = turn["weight"]
     return result
 
@@ -239,11 +239,11 @@ def _role(turn: JsonObject, role_field: str, where: str, names: FieldNames) -> s
     """Return the role of a turn: a template's own, or CALL."""
     value = turn.get(role_field)
     if value is None:
-        raise BadRow(f"{where}.{role_field}: is {'null' if role_field in turn else 'missing'}")
+        raise InvalidRecord(f"{where}.{role_field}: is {'null' if role_field in turn else 'missing'}")
     role = names.roles.get(value) or ROLES.get(value) if isinstance(value, str) else None
     if role is None:
         known = ", ".join([*names.roles, *ROLES])
-        raise BadRow(f"{where}.{role_field}: {_kind(value)} is no known role ({known}); name it in data.roles")
+        raise InvalidRecord(f"{where}.{role_field}: {_kind(value)} is no known role ({known}); name it in data.roles")
     return role
 
 
@@ -258,7 +258,7 @@ def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls:
     """Return the content of a turn. A tool may return nothing, and a turn with calls need not have text."""
     content = turn.get(field)
     if content is None and not has_calls:
-        raise BadRow(f"{where}.{field}: is {'null' if field in turn else 'missing'}")
+        raise InvalidRecord(f"{where}.{field}: is {'null' if field in turn else 'missing'}")
     is_blank = content is None or (isinstance(content, str) and not content.strip())
     if is_blank and (is_tool or has_calls):
         return str(content or "")
@@ -273,7 +273,7 @@ def _parse(value: JSON, where: str) -> JSON:
         parsed: JSON = json.loads(value)
         return parsed
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where}: must hold JSON: {error}, found {_kind(value)}") from None
+        raise InvalidRecord(f"{where}: must hold JSON: {error}, found {_kind(value)}") from None
 
 
 def _calls(calls: JSON, where: str) -> list[JsonObject]:
@@ -283,10 +283,10 @@ def _calls(calls: JSON, where: str) -> list[JsonObject]:
         at = f"{where}[{number}]" if isinstance(calls, list) else where
         function = _named_function(call)
         if not isinstance(call, dict) or function is None:
-            raise BadRow(f"{at}: must be a call with the text 'name' and 'arguments', found {_kind(call)}")
+            raise InvalidRecord(f"{at}: must be a call with the text 'name' and 'arguments', found {_kind(call)}")
         arguments = _parse(function.get("arguments", {}), f"{at}.arguments")
         if not isinstance(arguments, dict):
-            raise BadRow(f"{at}.arguments: must be an object, found {_kind(arguments)}")
+            raise InvalidRecord(f"{at}.arguments: must be an object, found {_kind(arguments)}")
         _encodable(json.dumps([function["name"], arguments], ensure_ascii=False), at)
         identity: JsonObject = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         result.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
@@ -306,12 +306,12 @@ def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
         return None
     tools = _parse(record[key], key)
     if not isinstance(tools, list):
-        raise BadRow(f"{key}: must be a list of tools, found {_kind(tools)}")
+        raise InvalidRecord(f"{key}: must be a list of tools, found {_kind(tools)}")
     result: list[JsonObject] = []
     for number, tool in enumerate(tools):
         function = _named_function(tool)
         if function is None:
-            raise BadRow(f"{key}[{number}]: must be an object with a 'name', found {_kind(tool)}")
+            raise InvalidRecord(f"{key}[{number}]: must be an object with a 'name', found {_kind(tool)}")
         _encodable(json.dumps(function, ensure_ascii=False), f"{key}[{number}]")
         result.append({"type": "function", "function": function})
     return result

@@ -1,7 +1,7 @@
 """From data.path to records: which files it means, what identifies their content, and each record with its location.
 
-Records are read one at a time, so that no file need fit into memory. A record that cannot be read is a `Bad` with its
-reason where reading can continue behind it; where it cannot, reading raises a UserError.
+Records are read one at a time, so that no file need fit into memory. A record that cannot be read is `Unreadable`,
+with its reason, where reading can continue behind it; where it cannot, reading raises a UserError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
 
-class Bad(NamedTuple):
+class Unreadable(NamedTuple):
     """Stands for a value that cannot be read."""
 
     reason: str
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
     number: int
     """Line, or row where there are no lines; from 1."""
-    value: JSON | bytes | Bad
+    value: JSON | bytes | Unreadable
     """Bytes hold JSON that is not parsed yet."""
     num_bytes: int
     """About how much was read for it."""
@@ -159,9 +159,7 @@ def _data_files(folder: Path) -> list[Path]:
         if (file / "state.json").is_file():
             raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; name it by itself")
         if file.suffix.lower() in PACKED_ENDINGS:
-            raise UserError(
-                f"data.path: {file} cannot be read as it is; unpack it, or name the files to read with a glob"
-            )
+            raise UserError(f"data.path: {file} cannot be read as it is; unpack it, or name the files by a glob")
         if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
             files.append(file)
     return files
@@ -206,20 +204,20 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def _too_large(num_bytes: int) -> Bad:
-    size, limit = num_bytes / 2**20, MAX_RECORD_BYTES // 2**20
-    return Bad(f"the document has {size:,.1f} MiB, more than the {limit} MiB that one may have; cut it into several")
+def _too_large(num_bytes: int) -> Unreadable:
+    limit = f"the {MAX_RECORD_BYTES // 2**20} MiB that one may have"
+    return Unreadable(f"the document has {num_bytes / 2**20:,.1f} MiB, more than {limit}; cut it into several")
 
 
-def _decode_utf8(raw: bytes) -> str | Bad:
+def _decode_utf8(raw: bytes) -> str | Unreadable:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Bad(f"is not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
+        return Unreadable(f"is not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
 
 
 def _lines(stream: IO[bytes]) -> Iterator[Record]:
-    """Yield each line as bytes, or as Bad if it is too long."""
+    """Yield each line as bytes, or as Unreadable if it is too long."""
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -242,7 +240,8 @@ def _refuse_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
     """Yield the lines of a .json file that is not a list."""
     for i, line in enumerate(lines):
         if i == 0 and isinstance(line.value, bytes) and line.value.strip() == b"{":
-            line = line._replace(value=Bad("is an object over several lines; write a list of documents, or one a line"))
+            reason = "is an object over several lines; write a list of documents, or one a line"
+            line = line._replace(value=Unreadable(reason))
         yield line
 
 
@@ -253,7 +252,7 @@ def _text(stream: IO[bytes], unit: str) -> Iterator[Record]:
 
     def document() -> Record:
         text = _too_large(size) if size > MAX_RECORD_BYTES else _decode_utf8(b"".join(lines))
-        if isinstance(text, Bad):
+        if isinstance(text, Unreadable):
             return Record(first, text, size)
         return Record(first, {"text": text.replace("\r\n", "\n").strip("\n")}, size)
 
@@ -289,7 +288,7 @@ def _csv(origin: Origin) -> Iterator[Record]:
                 if len(cells) == len(header):
                     yield Record(first, dict(zip(header, cells, strict=True)), size)
                 elif any(cells):
-                    yield Record(first, Bad(f"has {len(cells)} cells, the header {len(header)}"), size)
+                    yield Record(first, Unreadable(f"has {len(cells)} cells, the header {len(header)}"), size)
                 first = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{origin.name}:{reader.line_num}: is not CSV: {error}") from None
@@ -379,20 +378,20 @@ def _without_nulls(value: JSON) -> JSON:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_json(value: JSON | bytes | Bad) -> JSON | Bad:
-    """Return a record's value, parsed where it is still bytes; Bad if that is not JSON."""
+def parse_json(value: JSON | bytes | Unreadable) -> JSON | Unreadable:
+    """Return a record's value, parsed where it is still bytes; Unreadable if that is not JSON."""
     if not isinstance(value, bytes):
         return value
     text = _decode_utf8(value)
-    if isinstance(text, Bad):
+    if isinstance(text, Unreadable):
         return text
     try:
         parsed: JSON = json.loads(text.rstrip())
         return parsed
     except json.JSONDecodeError as error:
-        return Bad(f"is not JSON: {error.msg} at column {error.colno}")
+        return Unreadable(f"is not JSON: {error.msg} at column {error.colno}")
     except (RecursionError, ValueError) as error:
-        return Bad(f"is not JSON: {_json_limit(error)}")
+        return Unreadable(f"is not JSON: {_json_limit(error)}")
 
 
 def _json_limit(error: RecursionError | ValueError) -> str:

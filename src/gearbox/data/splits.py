@@ -122,11 +122,11 @@ def split_and_pack(
     _check_every_source(recipe, corpus, training_chunks, num_held_out, dropped)
 
     is_weighted = data.sources[0].weight is not None
-    group = corpus.source[training_chunks.document] if is_weighted else None
+    group = corpus.source_ids[training_chunks.document] if is_weighted else None
     training = PackedRows(corpus, training_chunks, row_tokens, pad_token, packing, group)
     held_out_corpus = corpus if evaluated is None else evaluated
     is_long = is_used & (corpus.lengths > row_tokens)
-    is_split = np.array([policy == "split" for policy in policies])[corpus.origin]
+    is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
     return TrainingRows(
         training=training,
         held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
@@ -156,7 +156,7 @@ def _check_every_source(
     recipe: Recipe, corpus: Corpus, training: Chunks, num_held_out: int, dropped: list[Dropped]
 ) -> None:
     """Raise UserError if nothing is left to train on, or nothing of a source that has a weight."""
-    present = {*np.unique(corpus.source[training.document]).tolist()}
+    present = {*np.unique(corpus.source_ids[training.document]).tolist()}
     for number, source in enumerate(recipe.data.sources):
         if not present or (source.weight is not None and number not in present):
             raise UserError(
@@ -209,7 +209,7 @@ def _samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
     samples: list[Sample] = []
     is_first = chunks.start == 0
     first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))
-    for kept in corpus.samples:
+    for kept in corpus.questions:
         if len(samples) < num_samples and kept.document in first_lengths:
             prompt = int(np.argmax(corpus.loss_mask(kept.document)[: first_lengths[kept.document]]))
             samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))

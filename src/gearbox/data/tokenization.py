@@ -26,8 +26,8 @@ import xxhash
 from gearbox import processes
 from gearbox.config.recipe import Data
 from gearbox.data import loss_mask, row_formats
-from gearbox.data.row_formats import BadRow, FieldNames, JsonObject
-from gearbox.data.sources import Bad, Origin, Record, parse_json
+from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
+from gearbox.data.sources import Origin, Record, Unreadable, parse_json
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
 BATCH_DOCUMENTS = 64
 NO_NAMES = FieldNames("text", {}, {})  # for records before the first mapping, which are refused before names matter
-NUM_SAMPLES = 64  # questions kept for people to read: those that any split holds out first
+NUM_QUESTIONS = 64  # questions kept for people to read: those that any split holds out first
 PROGRESS_SECONDS = 10  # between two messages
 
 
@@ -62,7 +62,7 @@ class Question:
     answer: str
 
 
-class BadRecord(NamedTuple):
+class UnusableRecord(NamedTuple):
     """A record that cannot be used."""
 
     origin: int
@@ -91,7 +91,7 @@ class _Outcome(NamedTuple):
     origin: int
     table: pyarrow.RecordBatch
     """The documents."""
-    bad: list[BadRecord]
+    bad: list[UnusableRecord]
     candidates: list[_Candidate]
     """Those with the lowest hashes; documents are numbered within the table."""
     unused: set[str]
@@ -133,7 +133,7 @@ class _Collector:
     def __init__(self, origins: list[Origin], stop_on_bad: bool) -> None:
         self.origins, self.stop_on_bad = origins, stop_on_bad
         self.num_documents = 0
-        self.bad: list[BadRecord] = []
+        self.bad: list[UnusableRecord] = []
         self.candidates: list[_Candidate] = []
         self.unused: list[set[str]] = [set() for _ in origins]
         self.digest = CorpusDigest()
@@ -165,7 +165,7 @@ class _Collector:
                 for summary, fields in zip(summaries, self.unused, strict=True)
             ],
             "bad": [list(entry) for entry in self.bad],
-            "samples": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
+            "questions": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
             "digest": self.digest.hexdigest(),
         }
 
@@ -237,7 +237,7 @@ class _RecordReader:
                     yield _Batch(index, names or NO_NAMES, records)
                     records, size = [], 0
             if not num_records:
-                records = [Record(1, Bad("the file is empty"), 0)]
+                records = [Record(1, Unreadable("the file is empty"), 0)]
             if records:
                 yield _Batch(index, names or NO_NAMES, records)
             form = names.form if names else "no form"
@@ -260,22 +260,22 @@ class _BatchTokenizer:
     def __call__(self, batch: _Batch) -> _Outcome:
         documents: list[row_formats.Chat | str] = []
         numbers: list[int] = []
-        bad: list[BadRecord] = []
+        bad: list[UnusableRecord] = []
         unused: set[str] = set()
         for record in batch.records:
             try:
                 value = parse_json(record.value)
-                if isinstance(value, Bad):
-                    raise BadRow(value.reason)
+                if isinstance(value, Unreadable):
+                    raise InvalidRecord(value.reason)
                 documents.append(row_formats.read(value, batch.names))
                 numbers.append(record.number)
                 unused |= row_formats.unused_fields(value, batch.names)
-            except BadRow as error:
-                bad.append(BadRecord(batch.origin, record.number, str(error)))
+            except InvalidRecord as error:
+                bad.append(UnusableRecord(batch.origin, record.number, str(error)))
         encoded: list[tuple[row_formats.Chat | str, int, loss_mask.Encoded]] = []
         for document, number, outcome in zip(documents, numbers, self.tokenizer.encode(documents), strict=True):
-            if isinstance(outcome, BadRow):
-                bad.append(BadRecord(batch.origin, number, row_formats.of_field(str(outcome), batch.names)))
+            if isinstance(outcome, InvalidRecord):
+                bad.append(UnusableRecord(batch.origin, number, row_formats.of_field(str(outcome), batch.names)))
             else:
                 encoded.append((document, number, outcome))
         bad.sort(key=lambda entry: entry.number)
@@ -318,7 +318,7 @@ def _make_table(
 def _lowest(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Return the candidates with the lowest hashes, one of each hash."""
     by_hash = {candidate.hash: candidate for candidate in sorted(candidates, reverse=True)}
-    return heapq.nsmallest(NUM_SAMPLES, by_hash.values())
+    return heapq.nsmallest(NUM_QUESTIONS, by_hash.values())
 
 
 def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:

@@ -86,7 +86,7 @@ class Engine:
 
     def to_device(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the inputs of the model, on its device."""
-        return {name: tensor.to(self.device) for name, tensor in micro_batch.items() if name != "document_ids"}
+        return {name: tensor.to(self.device) for name, tensor in micro_batch.items() if name != "chunk_ids"}
 
     @contextmanager
     def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

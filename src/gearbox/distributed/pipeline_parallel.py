@@ -154,7 +154,7 @@ class Pipeline(nn.Module):
         summed in fp32. Returns its loss, on all ranks the same; not finite if one micro batch's is not.
         """
         inputs: dict[str, Any] = _concatenated(
-            [{n: t for n, t in micro.items() if n != "document_ids"} for micro in micro_batches]
+            [{n: t for n, t in micro.items() if n != "chunk_ids"} for micro in micro_batches]
         )
         labels: torch.Tensor = inputs["labels"]
         losses: list[torch.Tensor] = []

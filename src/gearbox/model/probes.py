@@ -46,7 +46,7 @@ def packing_leak(
     gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it,
     on the tokens that `local_tokens` leaves it, in training mode: engines treat evaluation differently.
     """
-    documents = batch["document_ids"]
+    documents = batch["chunk_ids"]
     changed = documents == documents[:, :1]
     labels = torch.roll(batch["input_ids"], -1, 1).masked_fill(documents != torch.roll(documents, -1, 1), IGNORE_INDEX)
     others = torch.where(changed, (batch["input_ids"] + num_tokens // 2) % num_tokens, batch["input_ids"])

@@ -60,7 +60,7 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
             uses |= dict.fromkeys(np.unique(of_use.chunks.document).tolist(), use)
     reasons = {entry.location: entry.reason for entry in rows.dropped}
     records: list[tuple[int, int, int | None]] = [(entry.origin, entry.number, None) for entry in corpus.bad]
-    records += [(int(corpus.origin[i]), int(corpus.number[i]), i) for i in range(len(corpus))]
+    records += [(int(corpus.origin_ids[i]), int(corpus.record_numbers[i]), i) for i in range(len(corpus))]
     for origin, number, document in sorted(records, key=lambda record: record[:2]):
         location = corpus.origins[origin].location(number)
         line: JsonObject = {"place": location, "use": "dropped"}

@@ -58,7 +58,7 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -
 
 def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return loss, targets, exact documents and documents of a micro batch, [4]."""
-    inputs, documents = engine.to_device(micro_batch), micro_batch["document_ids"].to(engine.device)
+    inputs, documents = engine.to_device(micro_batch), micro_batch["chunk_ids"].to(engine.device)
     losses, hits = engine.model(**inputs)
     is_target = inputs["labels"] != IGNORE_INDEX
     num_documents = len(torch.unique(documents[documents >= 0]))
