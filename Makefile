@@ -43,7 +43,7 @@ lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
 	$(BIN)/hadolint Dockerfile
 	find .ci/run docker $(wildcard cluster) -name run -o -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck
 
-faults: $(STAMP)  ## every fault for real, 40 minutes as root with strace; it goes on where it was stopped
+faults: $(STAMP)  ## every fault for real, 20 minutes as root with strace; it goes on where it was stopped
 	$(BIN)/python tests/support/battery.py
 
 matrix: $(STAMP)  ## every gear with every method, by running it: docs/matrix.md, a quarter of an hour

@@ -176,10 +176,11 @@ def in_one_run(run: Run, draw: random.Random, count: int, strike) -> list[str]:
         aim = last + draw.randint(6, 12)
         if not run.until(lambda aim=aim: run.step >= aim):
             return [f"did not come to step {aim}: {run.output[-1500:]}"]
-        last = run.step
+        struck_at = run.step
         strike(run, draw)
-        if not run.until(lambda last=last: run.step < last or not run.of_kind("ranks")):
+        if not run.until(lambda struck_at=struck_at: run.step < struck_at or not run.of_kind("ranks")):
             return ["went on as if nothing had been"]
+        last = run.step  # may be later than where it was struck; only the restarted run passes the next aim
     return balanced(run, train__steps=str(run.num_steps)) + monitor.result()
 
 
@@ -413,7 +414,6 @@ def soak(draw: random.Random, times: int) -> tuple[list[str], dict]:
         aim = last + draw.randint(6, 12)
         if not run.until(lambda aim=aim: run.step >= aim):
             return [f"did not come to step {aim} after {struck}: {run.output[-1500:]}"], {}
-        last = run.step
         kind = draw.choice(["kill rank", "kill launcher", "stop rank", "kill all", "term", "usr1"])
         struck.append(kind)
         if kind == "kill rank":
@@ -435,6 +435,7 @@ def soak(draw: random.Random, times: int) -> tuple[list[str], dict]:
         else:
             ranks = {rank.pid for rank in run.of_kind("ranks")}
             run.until(lambda ranks=ranks: not ranks & {rank.pid for rank in run.of_kind("ranks")})
+        last = run.step
     found += balanced(run, train__steps=steps) + monitor.result()
     ours, theirs = (
         load_file(next((each.folder / "model").glob("*.safetensors"))) for each in (run, reference(train__steps=steps))
@@ -540,10 +541,10 @@ def main(names: list[str]) -> int:
     for name, (function, times, _) in FAULTS.items():
         if (names and name not in names) or (not names and results.get(name, {}).get("problems") == []):
             continue
-        for folder in ("runs", "ledgers"):
+        for folder in ("runs", "ledgers", "logs"):
             for old in (WORK / folder).iterdir():
                 if not old.name.startswith("reference-"):
-                    shutil.rmtree(old)
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
         started = time.monotonic()
         try:
             problems, facts = function(random.Random(name), times)
