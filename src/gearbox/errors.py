@@ -14,6 +14,11 @@ def one_line(error: BaseException, limit: int | None = 300) -> str:
     return " ".join(str(error).split())[:limit]
 
 
+def one_line_with_type(error: BaseException, limit: int = 300) -> str:
+    """Return the error's type, and its text in one line: for errors whose text alone may say little."""
+    return f"{type(error).__name__}: {one_line(error, limit)}"
+
+
 def did_you_mean(near: list[str]) -> str:
     """Return `; did you mean 'lr'?` for the first of these words, or an empty string where there are none."""
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from gearbox import filesystem
 from gearbox.config.recipe import Save
 from gearbox.console import format_bytes
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line_with_type
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def explain_write_error(error: Exception, folder: Path, need: int) -> str:
         return f"{folder}: {os.strerror(error.errno)}: {format_bytes(need)} are needed, {free} are free"
     if isinstance(error, OSError):
         return f"{error.filename or folder}: {error.strerror}"
-    return f"{type(error).__name__}: {one_line(error)}"
+    return one_line_with_type(error)
 
 
 def free_bytes(folder: Path) -> int:

@@ -64,7 +64,7 @@ class ChatTokenizer:
         """Orders of roles of which the template shows every turn."""
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | InvalidRecord]:
-        """Return each document tokenized, not truncated; a InvalidRecord where the template does not accept it."""
+        """Return each document tokenized, not truncated; an InvalidRecord where the template does not accept it."""
         outcomes: dict[int, Encoded | InvalidRecord] = {}
         texts: dict[int, str] = {}
         rendered: dict[int, tuple[str, list[Span]]] = {}

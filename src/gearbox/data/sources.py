@@ -18,7 +18,7 @@ import xxhash
 
 from gearbox.config.loader import matches
 from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES, Source
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line_with_type
 
 if TYPE_CHECKING:
     import datasets
@@ -159,7 +159,9 @@ def _data_files(folder: Path) -> list[Path]:
         if (file / "state.json").is_file():
             raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; name it by itself")
         if file.suffix.lower() in PACKED_ENDINGS:
-            raise UserError(f"data.path: {file} cannot be read as it is; unpack it, or name the files by a glob")
+            raise UserError(
+                f"data.path: {file} cannot be read as it is; unpack it, or name the files to read with a glob"
+            )
         if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
             files.append(file)
     return files
@@ -171,7 +173,7 @@ def _saved_origin(path: Path, source: Source) -> Origin:
     try:
         loaded = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # every kind of damage ends here, with its own words
-        raise UserError(f"data.path: the dataset {path} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"data.path: the dataset {path} cannot be read: {one_line_with_type(error)}") from None
     split = ""
     if isinstance(loaded, datasets.DatasetDict):
         split = source.split or ""
@@ -190,7 +192,7 @@ def _hub_origin(source: Source) -> Origin:
     except Exception as error:  # every kind of network error ends here, with its own words
         raise UserError(
             f"data.path: {source.path!r} (split {source.split!r}) is no file or folder here, and as a dataset of the "
-            f"hub it cannot be read: {_one_line(error)}"
+            f"hub it cannot be read: {one_line_with_type(error)}"
         ) from None
     return _dataset_origin(source.path, source.split or "", loaded)
 
@@ -198,10 +200,6 @@ def _hub_origin(source: Source) -> Origin:
 def _dataset_origin(name: str, split: str, dataset: datasets.Dataset) -> Origin:
     files = tuple(Path(file["filename"]) for file in dataset.cache_files)
     return Origin(name, files, f"{split} {len(dataset)}", dataset)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _too_large(num_bytes: int) -> Unreadable:
@@ -362,7 +360,7 @@ def _parquet(path: Path) -> Iterator[Record]:
     try:
         yield from _from_arrow(pyarrow.parquet.ParquetFile(path).iter_batches(ARROW_ROWS))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as Parquet: {_one_line(error)}") from None
+        raise UserError(f"{path}: cannot be read as Parquet: {one_line_with_type(error)}") from None
 
 
 def _from_arrow(tables: Iterable[pyarrow.Table | pyarrow.RecordBatch]) -> Iterator[Record]:

@@ -153,9 +153,7 @@ class Pipeline(nn.Module):
         Each target token's loss counts `scale` times. Gradients are then those of the complete step on all ranks,
         summed in fp32. Returns its loss, on all ranks the same; not finite if one micro batch's is not.
         """
-        inputs: dict[str, Any] = _concatenated(
-            [{n: t for n, t in micro.items() if n != "chunk_ids"} for micro in micro_batches]
-        )
+        inputs: dict[str, Any] = _concatenated(micro_batches)
         labels: torch.Tensor = inputs["labels"]
         losses: list[torch.Tensor] = []
         self._scale = scale

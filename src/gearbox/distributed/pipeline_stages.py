@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line_with_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -162,7 +162,7 @@ def check_stages_equal_whole(config: PretrainedConfig) -> None:
         logits = full(**inputs).logits
         staged, names = _run_staged(full, inputs)
     except Exception as error:
-        raise UserError(f"{refusal}: {type(error).__name__}: {one_line(error, 200)}{way_out}") from None
+        raise UserError(f"{refusal}: {one_line_with_type(error, 200)}{way_out}") from None
     expected = [name for name, _ in full.named_parameters()]
     if config.tie_word_embeddings:  # on the first stage and on the last
         expected += [name for name, p in full.named_parameters() if p is full.get_input_embeddings().weight]
