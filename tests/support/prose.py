@@ -1,6 +1,6 @@
 """The prose of the repository: comments, docstrings, messages, documents. `python tests/support/prose.py PATH...`
 
-Without a path it reads every tracked file. It prints each idiom, each long sentence and each docstring that opens with a fragment.
+Without a path it reads every tracked file. It prints idioms, long sentences and docstrings that open with a fragment.
 """
 
 import ast
@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # python tests/support/prose.py: what pytest's pythonpath does
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # pytest does this by its pythonpath
 
 from gearbox import ROOT
 from support.repository import tracked
@@ -70,7 +68,7 @@ class Prose:
     @property
     def words(self) -> list[str]:
         """Return the words; a span of code is one word."""
-        return re.findall(r"[A-Za-z][\w'’-]*", self.text)
+        return re.findall(r"[A-Za-z][\w'-]*", self.text)
 
     @property
     def sentences(self) -> list[str]:
@@ -191,7 +189,7 @@ def long_sentences(prose: list[Prose]) -> list[tuple[Prose, str]]:
         for one in prose
         if one.kind != "quoted"
         for sentence in one.sentences
-        if len(re.findall(r"[A-Za-z][\w'’-]*", sentence)) > MAX_WORDS
+        if len(re.findall(r"[A-Za-z][\w'-]*", sentence)) > MAX_WORDS
     ]
 
 
