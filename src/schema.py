@@ -1,28 +1,100 @@
-"""Write recipes/schema.json, the JSON Schema of a recipe: python src/schema.py"""
+"""Write the JSON Schema of a recipe and the reference page made from it: python src/schema.py"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 from gearbox import ROOT
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli
 
-PATH = ROOT / "recipes" / "schema.json"
+SCHEMA = ROOT / "recipes" / "schema.json"
+REFERENCE = ROOT / "docs" / "recipe.md"
+INTRODUCTION = """\
+# Recipe reference
+
+A recipe says what to train. Any key can also be set on the command line, as `group.key=value`:
+
+```bash
+python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1
+```
+
+`make schema` writes this page and `recipes/schema.json` from `src/gearbox/config/recipe.py`, where each key is defined
+once. `recipes/tiny.yaml` sets every key. Your own recipe sets the required keys and those that differ from the defaults.
+
+## In your editor
+
+The first line of each recipe, `# yaml-language-server: $schema=schema.json`, points to that schema. Install the YAML
+extension of VS Code, or `yaml-language-server` for Neovim, Helix, Emacs or Zed. The editor then completes keys, shows
+what each key means, and underlines misspelt keys and wrong values. Keep the line when you copy a recipe. If you save
+the copy in another folder, write the path to the schema, such as `$schema=../gearbox/recipes/schema.json`.
+"""
+READ_NEXT = """\
+## Read next
+
+- [Your data](data.md): sources, formats, which tokens are trained, packing
+- [Methods](methods.md): full, LoRA, DoRA and QLoRA training
+- [Which strategy fits](parallelism.md): what the gear decides, and what the recipe decides
+"""
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minItems": "items ≥"}
+TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
 
 
-def text() -> str:
-    """Return the schema as it is written to the file."""
+def schema() -> str:
+    """Return the JSON Schema as it is written to the file."""
     return json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
 
 
+def values(key: dict[str, Any]) -> str:
+    """Return the values that a key takes, in Markdown, such as `integer ≥ 1` or `` `adamw`, `adamw_8bit` ``."""
+    if choices := key.get("enum", [key["const"]] if "const" in key else []):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if parts := key.get("anyOf", key.get("oneOf")):
+        return " or ".join(dict.fromkeys(values(part) for part in parts))
+    if "$ref" in key:
+        return f"[{key['$ref'].split('/')[-1].lower()}](#{key['$ref'].split('/')[-1].lower()})"
+    if key.get("type") == "array":
+        return "pair of numbers" if "prefixItems" in key else f"list of {values(key['items'])}"
+    if key.get("type") == "object":
+        return "mapping"
+    bounds = [f"{sign} {key[bound]:g}" for bound, sign in BOUNDS.items() if bound in key]
+    return " ".join([TYPES[key["type"]], *bounds])
+
+
+def table(group: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a group's table: key, values, default, meaning. Deprecated keys are left out."""
+    yield "| key | values | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, key in group["properties"].items():
+        if key.get("deprecated"):
+            continue
+        default = "required" if name in group.get("required", []) else f"`{json.dumps(key['default'])}`"
+        meaning = " ".join(key["description"].split())
+        meaning = meaning.replace("|", "\\|").replace("<", "&lt;")
+        yield f"| `{name}` | {values(key)} | {default} | {meaning} |"
+
+
+def reference() -> str:
+    """Return the reference page: one table for each group of keys, in the order of the recipe."""
+    recipe = Recipe.model_json_schema()
+    groups = {name: key["$ref"].split("/")[-1] for name, key in recipe["properties"].items()}
+    lines = [INTRODUCTION]
+    for name in [*groups, "source"]:
+        group = recipe["$defs"][groups.get(name, "Source")]
+        lines += [f"## {name}", "", " ".join(group["description"].split()), "", *table(group), ""]
+    return "\n".join([*lines, READ_NEXT])
+
+
 def main(arguments: list[str]) -> None:
-    """Write the schema."""
+    """Write both files."""
     if arguments:
         raise UserError("usage: python src/schema.py")
-    PATH.write_text(text(), encoding="utf-8")
-    print(f"{PATH} is written")
+    for path, text in ((SCHEMA, schema()), (REFERENCE, reference())):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

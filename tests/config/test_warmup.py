@@ -168,7 +168,7 @@ def test_both_keys_in_one_place_are_refused(old_recipe):
 
 
 def test_an_editor_knows_both_keys_and_underlines_what_is_refused(old_recipe):
-    of_schedule = json.loads(schema.PATH.read_text())["$defs"]["Schedule"]
+    of_schedule = json.loads(schema.SCHEMA.read_text())["$defs"]["Schedule"]
     keys = of_schedule["properties"]
     assert keys["warmup_steps"]["deprecated"] is True and "deprecated" not in keys["warmup"]
     validator = jsonschema.Draft202012Validator(of_schedule)

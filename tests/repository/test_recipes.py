@@ -1,8 +1,11 @@
 """Every recipe that ships trains two steps, with a small random model of its own architecture and method."""
 
+import json
 import re
 
+import jsonschema
 import pytest
+import ruamel.yaml
 import torch
 import transformers
 import yaml
@@ -10,7 +13,7 @@ import yaml
 import schema
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe, rehearsed
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe, recipe_keys
 from gearbox.data import builtin_tasks
 from gearbox.errors import UserError
 
@@ -87,8 +90,30 @@ def test_rehearsal_of_an_unknown_architecture_says_where_to_put_it(train):
     assert outcome.folder is None, "a run that never started leaves no folder"
 
 
-def test_the_schema_is_current():
-    assert schema.PATH.read_text() == schema.text(), "run `make schema`"
+def test_the_schema_and_the_reference_are_current():
+    assert schema.SCHEMA.read_text() == schema.schema(), "run `make schema`"
+    assert schema.REFERENCE.read_text() == schema.reference(), "run `make schema`"
+
+
+def test_the_reference_names_every_key():
+    rows = re.findall(r"^## (\w+)$|^\| `(\w+)` \| .+ \| .+ \| .{8,} \|$", schema.reference(), re.M)
+    group, named = "", []
+    for heading, key in rows:
+        group = heading or group
+        named += [f"{group}.{key}"] if key else []
+    assert [key for key in named if not key.startswith("source.")] == recipe_keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_an_editor_finds_the_schema_and_checks_with_it(recipe):
+    """The first line names the schema relative to the recipe, as yaml-language-server reads it."""
+    modeline = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", recipe.read_text().splitlines()[0])
+    assert modeline, f"{recipe.name} lacks the modeline"
+    validator = jsonschema.Draft202012Validator(json.loads((recipe.parent / modeline[1]).read_text()))
+    written = ruamel.yaml.YAML(typ="safe").load(recipe)  # YAML 1.2, as editors read it: 2e-3 is a number
+    assert [error.message for error in validator.iter_errors(written)] == []
+    assert not validator.is_valid({**written, "modle": {}})
+    assert not validator.is_valid({**written, "train": {"steps": "many"}})
 
 
 def test_the_tokenizer_of_tiny_is_what_the_code_makes(tmp_path):
