@@ -1,81 +1,27 @@
 """What a gear costs: bytes that a rank holds and bytes that it sends, counted in real steps, against theory."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gearbox.distributed.unwrap import unwrap_optimizer
-from support.faults import Step, at_step, patch_step
+from support.faults import Step
+from support.held import at_second_step, held
 from support.methods import METHODS
-
-
-def local(tensor):
-    """What this rank holds of a tensor, under any engine."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return getattr(tensor, "ds_tensor", tensor)
-
-
-def num_bytes(tensors) -> int:
-    """Of distinct storages."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
 def found(train, monkeypatch, folder: Path, look, gear: str, *overrides: str, ranks: int) -> list[dict]:
     """What look(step) returns on each rank for the second step, which it takes itself."""
 
-    def keep(step: Step) -> None:
-        (folder / f"{step.rank}.json").write_text(json.dumps(look(step)))
+    def run():
+        return train(gear, "train.steps=2", *overrides, ranks=ranks)
 
-    with monkeypatch.context() as here:
-        patch_step(here, at_step(2, keep))
-        outcome = train(gear, "train.steps=2", *overrides, ranks=ranks)
-    assert set(outcome.codes) == {0}, outcome.output
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return at_second_step(monkeypatch, folder, look, run)
 
 
 # --------------------------------------------------------------------------- held
-
-
-def held(step: Step) -> dict:
-    """Bytes between two steps (parameters, optimizer), and of the gradients when the optimizer takes its step."""
-    model = step.model
-    engine = getattr(model, "optimizer", None)  # ZeRO's
-    gradients = []
-
-    def count(*_, **__):
-        if engine is None:
-            parts = [local(p.grad) for p in model.parameters() if p.grad is not None]
-        elif hasattr(engine, "grad_partitions_flat_buffer"):
-            parts = [engine.grad_partitions_flat_buffer]
-        else:  # parts of buckets, which are filled anew
-            parts = [t.clone() for kept in engine.averaged_gradients.values() for t in kept or () if t is not None]
-        gradients.append(num_bytes(parts))
-
-    base = unwrap_optimizer(step.optimizer)
-    if engine is None:
-        base.register_step_pre_hook(count)
-    else:
-        usual = engine.step
-        engine.step = lambda *a, **k: (count(), usual(*a, **k))[1]
-    step.take()
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-    parameters = [local(p) for p in model.parameters()]
-    masters = [p for group in base.param_groups for p in group["params"]] if engine is not None else []
-    masters += getattr(engine, "fp32_partitioned_groups_flat", [])
-    states = [local(t) for state in base.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
-    trained = num_bytes(local(p) for p in model.parameters() if p.requires_grad)
-    return {
-        "parameters": num_bytes(parameters), "masters": num_bytes(masters), "trained": trained,
-        "gradients": gradients[0], "optimizer": num_bytes(states),
-    }  # fmt: skip
 
 
 # Shares of what one device holds: weights, gradients, optimizer state, and ZeRO's masters of the trained weights, which
