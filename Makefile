@@ -7,7 +7,7 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults matrix cells commands cluster slurm-test image image-test bench format \
+.PHONY: help setup packages train quick test lint faults matrix cells commands cluster slurm-test image image-test bench \
 	schema smollm2 lock clean
 
 help:  ## this list
@@ -36,9 +36,8 @@ quick: $(STAMP)  ## the tests that start neither ranks nor Python: two minutes
 test: $(STAMP)  ## all tests but the long ones, in two processes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-lint: $(STAMP)  ## ruff, mypy, hadolint, shellcheck
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: $(STAMP)  ## fix style and spelling; check types, Dockerfile and shell scripts
+	$(BIN)/pre-commit run --all-files
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 	find .ci/run docker $(wildcard cluster) -name run -o -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck
@@ -66,10 +65,6 @@ bench: $(STAMP) smollm2  ## how fast data is prepared, what a checkpoint costs, 
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/pipeline.py
-
-format: $(STAMP)  ## let ruff mend what it can
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
 
 schema: $(STAMP)  ## recipes/schema.json, by which editors complete and underline
 	$(BIN)/python src/schema.py

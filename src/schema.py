@@ -22,8 +22,8 @@ A recipe says what to train. Any key can also be set on the command line, as `gr
 python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1
 ```
 
-`make schema` writes this page and `recipes/schema.json` from `src/gearbox/config/recipe.py`, where each key is defined
-once. `recipes/tiny.yaml` sets every key. Your own recipe sets the required keys and those that differ from the defaults.
+`recipes/tiny.yaml` sets every key. Your own recipe sets the required keys and those that differ from the defaults.
+`make schema` writes this page and `recipes/schema.json` from `src/gearbox/config/recipe.py`, which defines each key.
 
 ## In your editor
 
