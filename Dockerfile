@@ -1,16 +1,16 @@
-# docs/image.md tells how it is built, run and checked.
-# The base holds Python alone, with its headers: pip's torch wheel brings CUDA's libraries. A release adds the base's digest.
+# docs/image.md describes how to build, run and check this image.
+# The base has only Python and its headers: the torch wheel brings the CUDA libraries. A release pins the base by digest.
 ARG BASE=python:3.11.13-slim-bookworm
 FROM ${BASE}
-# The file of requirements/ that is installed: cuda or cpu.
+# The lock file in requirements/ to install: cuda or cpu.
 ARG LOCK=cuda
 
 LABEL org.opencontainers.image.title="Gearbox" \
       org.opencontainers.image.description="One training script for language models; an Accelerate config chooses the engine" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# gcc: Triton compiles at run time. tini: as PID 1 it hands signals on and reaps what dead ranks leave behind.
-# No version numbers: Debian's mirrors keep the newest of a release only, and the base's digest names the release.
+# Triton needs gcc at run time. tini runs as PID 1: it forwards signals and reaps orphans of dead ranks.
+# Versions are not pinned: Debian mirrors keep only the newest of a release, and the base's digest fixes the release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev tini \
@@ -19,8 +19,8 @@ RUN apt-get update \
     && useradd --uid 10001 --gid 10001 --create-home gearbox \
     && install --directory --mode 1777 /cache /data /gearbox/runs
 
-# Every file is known by its hash. DeepSpeed comes as source alone: it is built by the lock's own setuptools, not by
-# one that pip fetches. The secret is a pip.conf of yours, for an index of yours; no layer keeps it.
+# Every file is checked by its hash. DeepSpeed is published only as source, so the locked setuptools builds it; pip
+# would fetch another version. The secret is an optional pip.conf for a private index; no layer keeps it.
 COPY requirements/${LOCK}.lock /gearbox/requirements/
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=tmpfs,target=/mnt \
     python3 -m venv /opt/venv \
@@ -29,8 +29,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=tmpfs,targ
     && /opt/venv/bin/pip install --no-cache-dir --require-hashes --no-build-isolation --use-pep517 \
         --requirement "/gearbox/requirements/${LOCK}.lock"
 
-# What is written goes to /cache, /gearbox/runs and /tmp, so that the root may be read-only and the user anyone:
-# USER is what Python calls a uid without a name.
+# All writes go to /cache, /gearbox/runs and /tmp, so the root may be read-only and any user works.
+# Python takes USER as the name of a uid that has none.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -47,7 +47,7 @@ COPY . .
 RUN python -m compileall -q src
 USER 10001:10001
 
-# The build fails unless the versions are the lock's, everything imports, and a recipe trains: as the user, offline.
+# Fail the build unless versions match the lock, everything imports and a recipe trains, as the image's user, offline.
 RUN --mount=type=tmpfs,target=/mnt \
     export TMPDIR=/mnt XDG_CACHE_HOME=/mnt HF_HOME=/mnt TORCHINDUCTOR_CACHE_DIR=/mnt HF_HUB_OFFLINE=1 \
     && python docker/verify.py "requirements/${LOCK}.lock" \

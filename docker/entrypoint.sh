@@ -1,6 +1,6 @@
 #!/bin/sh
-# The image's command: a path that ends in .py is run by python, anything else as it stands.
-# exec: no shell stays between tini and the command, which gets SIGTERM itself.
+# Run the container's command: python runs a path that ends in .py, anything else runs unchanged.
+# exec leaves no shell between tini and the command. The command receives SIGTERM directly.
 set -eu
 case "${1-}" in
 *.py) exec python "$@" ;;

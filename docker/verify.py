@@ -1,7 +1,11 @@
-"""Refuse an image whose parts are not those of its lock file, or do not fit together: python docker/verify.py LOCK
+"""Check an image against its lock file: python docker/verify.py LOCK
 
-A step of the image's build. Exit code 1 and a line a problem: a version that is not the lock's, a package that the lock
-does not know or that is missing, a requirement that is not met, a part of Gearbox that does not import, no C compiler.
+The image's build runs this script. It exits with code 1 and prints a line for each problem:
+
+- a package that is missing, is not in the lock file, or has another version;
+- an unmet requirement of a package;
+- a library or a module of Gearbox that does not import;
+- no working C compiler.
 """
 
 import importlib
@@ -15,39 +19,41 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 INSTALLER = "pip"  # comes with the virtual environment
-MIN_MODULES = 80  # Gearbox has more: with fewer this script looks in the wrong place
+MIN_MODULES = 80  # Gearbox has more; fewer means that SOURCE is the wrong folder
 
 
 def canonical(name: str) -> str:
-    """Return one spelling for what the index takes for one name: Jinja2, jinja2; ruamel.yaml, ruamel-yaml."""
+    """Return the normalized package name: Jinja2 becomes jinja2, and ruamel.yaml becomes ruamel-yaml."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked_versions(lock: str) -> dict[str, str]:
-    """Return package to version, by the lock's text."""
+    """Return the version of each package in the text of a lock file."""
     return {canonical(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lock, re.M)}
 
 
 def differences(locked: dict[str, str], installed: dict[str, str]) -> list[str]:
-    """Return a line for each package that is not installed as locked."""
+    """Return a line for each package whose installed version differs from the locked one."""
     return [
-        f"{name}: installed {installed.get(name, 'not at all')}, locked {locked.get(name, 'not at all')}"
+        f"{name}: installed {installed.get(name, 'none')}, locked {locked.get(name, 'none')}"
         for name in sorted({*locked, *installed})
         if locked.get(name) != installed.get(name)
     ]
 
 
 def own_modules(source: Path = SOURCE) -> list[str]:
-    """Return the names of Gearbox's packages, modules and commands."""
+    """Return the dotted names of all packages, modules and scripts of Gearbox."""
     paths = [path.relative_to(source).with_suffix("") for path in sorted(source.rglob("*.py"))]
     return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
 def failed_imports() -> list[str]:
-    """Return a line for each module or command that does not import, and why."""
+    """Return a line with the error for each library, module or script that does not import."""
     sys.path.insert(0, str(SOURCE))
     own = own_modules()
-    problems = [f"only {len(own)} modules in {SOURCE}"] if len(own) < MIN_MODULES else []
+    problems = []
+    if len(own) < MIN_MODULES:
+        problems.append(f"{SOURCE}: found only {len(own)} modules, expected at least {MIN_MODULES}")
     for name in ["torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes", "datasets", *own]:
         try:
             importlib.import_module(name)
@@ -57,7 +63,7 @@ def failed_imports() -> list[str]:
 
 
 def main(lock: Path) -> list[str]:
-    """Return all problems, a line each."""
+    """Return one line for each problem."""
     installed = {canonical(found.name): found.version for found in distributions()}
     del installed[INSTALLER]
     problems = differences(locked_versions(lock.read_text()), installed)
@@ -70,11 +76,11 @@ def main(lock: Path) -> list[str]:
             input="#include <Python.h>\n", capture_output=True, text=True, check=False,
         )  # fmt: skip
     if compiled.returncode:
-        problems.append(f"Triton could compile nothing here: {compiled.stderr.strip()}")
+        problems.append(f"gcc cannot compile an extension, which Triton needs: {compiled.stderr.strip()}")
     return problems + failed_imports()
 
 
 if __name__ == "__main__":
     found = main(Path(sys.argv[1]))
-    print("\n".join(found) or f"{sys.argv[1]}: installed as locked, and everything imports")
+    print("\n".join(found) or f"{sys.argv[1]}: all versions match, everything imports")
     sys.exit(bool(found))

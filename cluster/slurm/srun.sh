@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One launcher on each machine of a Slurm allocation. train.sbatch calls it, and so can you:
+# Start one launcher on each node of a Slurm allocation. train.sbatch calls this script; so can you:
 #
 #   salloc --nodes=2 --gpus-per-node=8 cluster/slurm/srun.sh GEAR [RECIPE] [key.sub=value ...]
 #
-# GEARBOX_IMAGE=FILE.sif or a sandbox's folder runs it in Apptainer, any other GEARBOX_IMAGE in Pyxis.
+# If GEARBOX_IMAGE is a .sif file or a sandbox folder, Apptainer runs the launchers. Any other value goes to Pyxis.
 set -euo pipefail
 
 refuse() {
@@ -11,23 +11,25 @@ refuse() {
   exit 2
 }
 
-[[ -n ${SLURM_JOB_ID-} ]] || refuse "this is no Slurm job: salloc --nodes=2 ... $0, or sbatch ... cluster/slurm/train.sbatch"
+[[ -n ${SLURM_JOB_ID-} ]] ||
+  refuse "not in a Slurm job; run salloc --nodes=2 ... $0, or sbatch ... cluster/slurm/train.sbatch"
 
-# Where the launchers meet. Each learns its own number from SLURM_NODEID, which is 0 on the first machine of the list.
+# The launchers meet on the first node of the list, where SLURM_NODEID is 0. Each launcher reads its rank from it.
 read -r PET_MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PET_MASTER_ADDR PET_NNODES=$SLURM_JOB_NUM_NODES
-# Jobs that share a machine have ports of their own, below those that Linux hands out by itself (32768 and above).
+# Derive the port from the job id, so that jobs on one node differ. Linux assigns ports from 32768 itself; stay below.
 export PET_MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 
-# One launcher's end is no reason to kill another: it may still be saving, and learns of the end by itself. Sites can
-# set all of this otherwise, and `sbatch --export=NONE` would keep the variables above from the launchers.
+# When one launcher exits, srun must not kill the others: they may still be saving, and they notice the exit themselves.
+# Set every flag, because a site can change the defaults. With `sbatch --export=NONE` the launchers would also miss the
+# variables above.
 run=(
   srun "--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
   --kill-on-bad-exit=0 --wait=0 --export=ALL --label
 )
 
 if [[ -n ${GEARBOX_IMAGE-} ]]; then
-  # The image gives the environment; code, recipes and runs are those of this folder. Its caches are kept in /cache.
+  # The image provides Python and the libraries. Code, recipes and runs come from this folder. /cache keeps the caches.
   export GEARBOX_ENV=${GEARBOX_ENV:-/opt/venv}
   cache=${GEARBOX_CACHE:-$HOME/.cache/gearbox}
   mkdir -p "$cache"

@@ -67,8 +67,8 @@ def test_verify_names_what_is_not_as_locked():
     assert differences(locked, {"jinja2": "3.1.6", "torch": "2.13.0+cpu", "xxhash": "4.1.0"}) == []
     assert differences(locked, {"jinja2": "3.1.5", "torch": "2.13.0+cpu", "left-pad": "1"}) == [
         "jinja2: installed 3.1.5, locked 3.1.6",
-        "left-pad: installed 1, locked not at all",
-        "xxhash: installed not at all, locked 4.1.0",
+        "left-pad: installed 1, locked none",
+        "xxhash: installed none, locked 4.1.0",
     ]
 
 

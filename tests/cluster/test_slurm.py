@@ -98,16 +98,16 @@ def test_what_cannot_run_is_refused_in_a_line(slurm, clone, environment, tmp_pat
         return told.stderr
 
     srun = "cluster/slurm/srun.sh"
-    assert "this is no Slurm job" in refused(srun, *DDP)
+    assert "not in a Slurm job" in refused(srun, *DDP)
     salloc = ["salloc", "--nodes=2", srun]
-    assert ".venv/bin/python: is not there; make setup" in refused(*salloc, *DDP)
-    assert "Slurm gives this job no GPUs" in refused(*salloc, *DDP, GEARBOX_ENV=environment)
+    assert ".venv/bin/python: not found; run make setup" in refused(*salloc, *DDP)
+    assert "Slurm allocated no GPUs" in refused(*salloc, *DDP, GEARBOX_ENV=environment)
     assert "usage: " in refused(*salloc)
     (clone / "short.txt").write_text("recipes/tiny.yaml\n\n")
     for arguments, flags, said in [
-        (["ddp", "@short.txt"], ["--array=2"], "short.txt: has no line 2 for this task"),
-        (["ddp", "@short.txt"], [], "a task of an array takes its line"),
-        (DDP, [f"--chdir={tmp_path}"], f"{tmp_path}: call sbatch in the repository's folder"),
+        (["ddp", "@short.txt"], ["--array=2"], "short.txt: line 2 is missing or blank"),
+        (["ddp", "@short.txt"], [], "@short.txt: @FILE needs a job array"),
+        (DDP, [f"--chdir={tmp_path}"], f"{tmp_path}: not the repository; run sbatch from the repository"),
     ]:
         number = slurm.submit("--wait", *flags, "--output=log", TRAIN, *arguments, cwd=clone, fails=True)
         log = (tmp_path if "--chdir" in str(flags) else clone) / "log"
