@@ -1,4 +1,4 @@
-"""What cannot be combined, gear with recipe or architecture, is refused with the nearest that can."""
+"""Test that a gear refuses a recipe or an architecture it cannot run, and names the nearest one it can."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ BATCH = BatchPlan.divide(16, data_parallel=2, micro_rows=2)  # in 4 accumulation
 )  # fmt: skip
 def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_path, key, wrong, right):
     recipe = load_recipe(RECIPE, ["optim.max_grad_norm=1"])
-    # The gear has 2 ranks: 4 micro batches of 2 rows on each are a batch of 16.
+    # The gear has 2 ranks: 4 micro-batches of 2 rows on each make a batch of 16.
     for number in (right, "auto"):
         check_against(load_gear(written(tmp_path, "zero2", {key: number})), recipe, RECIPE, BATCH)
     with pytest.raises(UserError) as caught:
@@ -36,11 +36,11 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_both_numbers(tmp_pat
     assert str(RECIPE) in line or "batch.rows" in line
 
 
-def test_accumulation_of_the_environment_must_be_the_recipes(monkeypatch):
+def test_accumulation_in_the_environment_must_match_the_recipe(monkeypatch):
     recipe, gear = load_recipe(RECIPE), load_gear(ROOT / "accelerate_configs" / "ddp.yaml")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     check_against(gear, recipe, RECIPE, BatchPlan.divide(8, 2, 1))
-    with pytest.raises(UserError, match=r"STEPS=4 in the environment, but \S+tiny.yaml gives 2; unset it"):
+    with pytest.raises(UserError, match=r"STEPS=4 is set in the environment, but \S+tiny.yaml gives 2; unset it"):
         check_against(gear, recipe, RECIPE, BatchPlan.divide(4, 2, 1))
 
 
@@ -48,7 +48,7 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "refusing", "taking", "said"),
+    ("overrides", "refusing", "taking", "expected"),
     [
         (["optim.master_weights=bf16"], ["zero1", "zero2", "zero3"], ["fsdp", "ddp"], "ZeRO always keeps fp32 masters"),
         (
@@ -71,12 +71,12 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         (["adapter.method=lora", "model.add_tokens=[x]"], [], ["single", "zero3"], ""),
     ],
 )
-def test_what_cannot_be_joined_is_refused_with_the_nearest_that_can(tmp_path, overrides, refusing, taking, said):
+def test_refused_combinations_name_the_nearest_that_works(tmp_path, overrides, refusing, taking, expected):
     recipe = load_recipe(RECIPE, overrides)
     for name in refusing:
         path = ROOT / "accelerate_configs" / f"{name}.yaml"
         gear = load_gear(path if path.exists() else written(tmp_path, "zero2", {"zero_optimization": OFFLOAD}))
-        with pytest.raises(UserError, match=re.escape(said)) as caught:
+        with pytest.raises(UserError, match=re.escape(expected)) as caught:
             check_against(gear, recipe, RECIPE, BATCH)
         assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{RECIPE}: ")
     for name in taking:
@@ -87,7 +87,7 @@ def test_fsdp_offload_is_offload():
     gear = load_gear(ROOT / "accelerate_configs/fsdp.yaml")
     assert gear.offload is None
     gear.settings["fsdp_config"]["fsdp_offload_params"] = True
-    with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in the host's memory"):
+    with pytest.raises(UserError, match=r"optim\.name: this gear keeps the optimizer in host memory"):
         check_against(gear, load_recipe(RECIPE, ["optim.name=adamw_8bit"]), RECIPE, BATCH)
 
 
@@ -101,12 +101,12 @@ def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
         check_against(gear, recipe, RECIPE, BATCH)
 
 
-def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():
+def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
     from types import SimpleNamespace
 
     from gearbox.config.compatibility import check_architecture
 
-    def said(name, flags, **changes):
+    def refusal(name, flags, **changes):
         shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
         plans = {"base_model_tp_plan": {"layers.*.q_proj": "colwise"}, "base_model_pp_plan": {"layers": ()}}
         gear = load_gear(ROOT / f"accelerate_configs/{name}.yaml", flags)
@@ -115,14 +115,16 @@ def test_what_an_architecture_does_not_divide_by_is_told_with_what_it_does():
         return str(caught.value)
 
     three = {"num_processes": "3"}
-    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 would"
-    assert f"3 does not divide this model's {heads}" in said("tp", three | {"parallelism_config_tp_size": "3"})
-    heads = "12 attention heads and 4 key heads; 1 or 2 or 4 or 12 would"
-    assert f"3 does not divide this model's {heads}" in said("ulysses", three | {"parallelism_config_sp_size": "3"})
+    heads = "12 attention heads and 4 key-value heads; use 1 or 2 or 4"
+    assert f"3 does not divide this model's {heads}" in refusal("tp", three | {"parallelism_config_tp_size": "3"})
+    heads = "12 attention heads and 4 key-value heads; use 1 or 2 or 4 or 12"
+    assert f"3 does not divide this model's {heads}" in refusal("ulysses", three | {"parallelism_config_sp_size": "3"})
     many = {"num_processes": "4", "parallelism_config_pp_size": "4"}
-    assert "4 stages, but this model has 3 layers; 3 or fewer would do" in said("pp", many)
-    assert "llama has no plan for it in transformers; use accelerate_configs/fsdp" in said(
+    assert "4 stages, but this model has 3 layers; use 3 or fewer" in refusal("pp", many)
+    assert "transformers has no tensor-parallel plan for llama; use accelerate_configs/fsdp" in refusal(
         "tp", {}, base_model_tp_plan=None
     )
-    assert "llama fuses matrices that would be cut apart" in said("tp", {}, base_model_tp_plan={"a": "packed_colwise"})
-    assert "or model.router_loss=0" in said("ulysses", {}, router_aux_loss_coef=0.1)
+    assert "llama fuses matrices that tensor parallelism would split" in refusal(
+        "tp", {}, base_model_tp_plan={"a": "packed_colwise"}
+    )
+    assert "or model.router_loss=0" in refusal("ulysses", {}, router_aux_loss_coef=0.1)

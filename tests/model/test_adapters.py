@@ -109,7 +109,7 @@ def test_settings_that_differ_are_refused_by_name(adapter, overrides, said):
     with pytest.raises(UserError) as caught:
         recipe_with(adapter, *overrides)
     assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith(f"in {adapter}, which holds; take the key out")
+    assert str(caught.value).endswith(f"in {adapter}; remove the key to use the saved value")
 
 
 def test_settings_that_are_the_same_may_be_given(adapter):
@@ -123,13 +123,13 @@ def test_settings_that_are_the_same_may_be_given(adapter):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"peft_type": "IA3"}, "is of the kind IA3; only LoRA and DoRA can be gone on with"),
-        ({"modules_to_save": ["lm_head"]}, "has modules_to_save: ['lm_head'], which cannot be trained here"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights: 'pissa', which cannot be trained here; merge it"),
+        ({"peft_type": "IA3"}, "has peft_type IA3; only LoRA and DoRA adapters can be trained further"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save: ['lm_head'], which is not supported"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights: 'pissa', which is not supported; merge the"),
         ({"bias": "all"}, "has bias: 'all'"),
-        ({"peft_type": None}, "is of the kind None"),
-        ("[1]", "holds no adapter: there is no adapter_config.json of PEFT"),
-        ("pickled", "holds no adapter_model.safetensors, and pickled weights could run code"),
+        ({"peft_type": None}, "has peft_type None"),
+        ("[1]", "is not a PEFT adapter: adapter_config.json is missing or invalid"),
+        ("pickled", "has no adapter_model.safetensors, and pickled weights could run code"),
     ],
 )
 def test_kinds_that_cannot_be_trained_are_refused(adapter, change, said):
@@ -148,7 +148,7 @@ def test_kinds_that_cannot_be_trained_are_refused(adapter, change, said):
 def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):
     import huggingface_hub
 
-    with pytest.raises(UserError, match=r"'org/x' is no folder here; for an adapter of the hub give adapter\.method"):
+    with pytest.raises(UserError, match=r"'org/x' is not a local folder; for a Hub adapter, also set adapter\.method"):
         recipe_with(adapter, "adapter.path=org/x")
     recipe = recipe_with(adapter, "adapter.path=org/x", "adapter.method=lora")
     with pytest.raises(UserError, match=r"adapter.path: 'org/x' is neither a folder here nor to be had from the hub"):

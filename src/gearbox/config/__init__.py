@@ -1,1 +1,1 @@
-"""What the user wrote, checked before torch is imported."""
+"""Read and check what the user wrote, before torch is imported."""

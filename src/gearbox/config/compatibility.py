@@ -1,6 +1,6 @@
-"""What cannot be combined: a gear with a recipe, known from the files alone, and a gear with a model's architecture.
+"""Refuse combinations that cannot run: a gear with a recipe, or a gear with a model's architecture.
 
-Each refusal names the setting and the nearest one that works.
+The first check needs only the files. Each refusal names the setting and the nearest one that works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Refusal(NamedTuple):
 
     applies: Callable[[Gear, Recipe], bool]
     text: str
-    """The recipe's key, why it cannot be, and what to change."""
+    """The recipe's key, why the combination fails, and what to change."""
 
 
 REFUSALS = [
@@ -36,35 +36,36 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: gear.zero_stage > 0 and recipe.optim.name.endswith("8bit"),
-        "optim.name: 8-bit states are scaled in blocks, which under ZeRO lie across parameters, so that no checkpoint "
-        "could hold them by parameter; use adamw or paged_adamw, or the fsdp gear",
+        "optim.name: under ZeRO, 8-bit scaling blocks span parameters and cannot be saved by parameter; use adamw or "
+        "paged_adamw, or the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.offload is not None and recipe.optim.name != "adamw",
-        "optim.name: this gear keeps the optimizer in the host's memory, where the 8-bit and paged kinds are of no "
-        "use; use adamw, or the same gear without offload",
+        "optim.name: this gear keeps the optimizer in host memory, where 8-bit and paged states save nothing; use "
+        "adamw, or the same gear without offload",
     ),
     Refusal(
         lambda gear, recipe: gear.zero_stage == 3 and recipe.method == "qdora",
-        "adapter.method: QDoRA cannot run under ZeRO-3: PEFT puts other 4-bit weights in place of those that the "
-        "engine knows; use lora (QLoRA), or the fsdp or zero2 gear",
+        "adapter.method: QDoRA cannot run under ZeRO-3, because PEFT replaces 4-bit weights that the engine tracks; "
+        "use lora (QLoRA), or the fsdp or zero2 gear",
     ),
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and recipe.model.quantize is not None,
-        "model.quantize: tensor parallelism cuts matrices, and packed 4-bit weights cannot be cut so; use "
+        "model.quantize: tensor parallelism splits matrices, but packed 4-bit weights cannot be split; use "
         "quantize: null, or the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and recipe.adapter.method == "dora",
-        "adapter.method: DoRA needs the norm of whole rows, which tensor parallelism cuts; use lora, or the fsdp gear",
+        "adapter.method: DoRA needs the norms of complete rows, which tensor parallelism splits; use lora, or the fsdp "
+        "gear",
     ),
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and bool(recipe.model.add_tokens),
-        "model.add_tokens: an embedding cut over ranks by tensor parallelism cannot be given rows; use the fsdp gear",
+        "model.add_tokens: tensor parallelism cannot add rows to a sharded embedding; use the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.engine == "pp" and bool(recipe.model.add_tokens),
-        "model.add_tokens: the stages of a pipeline cannot be given rows; use the fsdp gear",
+        "model.add_tokens: pipeline stages cannot add rows to the embedding; use the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.degree("sp") > 1 and recipe.model.attention == "eager",
@@ -72,61 +73,62 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: recipe.adapter.method == "dora" and bool(recipe.model.add_tokens),
-        "model.add_tokens: DoRA divides by the norm of each of the head's rows, and those of padding are zero; use "
+        "model.add_tokens: DoRA divides by the norm of each row of the output head, and padding rows are zero; use "
         "adapter.method=lora",
     ),
 ]
 
 
 def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> None:
-    """Raise UserError where the JSON or the environment contradicts the recipe, or where gear and recipe do not fit."""
+    """Raise UserError if the gear, its ZeRO JSON or the environment conflicts with the recipe."""
     problems = _contradictions(gear, recipe, recipe_path, batch)
     if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and batch.micro_rows > 1:
         problems.append(
-            f"{recipe_path}: batch.micro_rows: flash attention keeps packed documents apart in one row at a time, and "
-            f"{gear.path} cuts each row over ranks; use 1"
+            f"{recipe_path}: batch.micro_rows: flash attention isolates packed documents in one row at a time, and "
+            f"{gear.path} splits each row across ranks; use 1"
         )
     problems += [f"{recipe_path}: {refusal.text}" for refusal in REFUSALS if refusal.applies(gear, recipe)]
     if importlib.util.find_spec("bitsandbytes") is None:
-        hint = "needs bitsandbytes, which is not installed: pip install bitsandbytes, or use"
+        hint = "needs bitsandbytes, which is not installed; run pip install bitsandbytes, or use"
         if recipe.model.quantize:
             problems.append(f"{recipe_path}: model.quantize: {recipe.model.quantize} {hint} null")
         if recipe.optim.name != "adamw":
             problems.append(f"{recipe_path}: optim.name: {recipe.optim.name} {hint} adamw")
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     value = os.environ.get(variable, "auto")
-    # The launcher of ZeRO gears sets the variable itself, to auto or 1; the filled JSON decides there.
+    # For ZeRO gears the launcher sets the variable to auto or 1, and the filled JSON decides.
     if gear.zero_json is None and value not in ("auto", str(batch.accumulation_steps)):
         problems.append(
-            f"{variable}={value} in the environment, but {recipe_path} gives {batch.accumulation_steps}; unset it"
+            f"{variable}={value} is set in the environment, but {recipe_path} gives {batch.accumulation_steps}; "
+            "unset it"
         )
     if problems:
         raise UserError("\n".join(problems))
 
 
 def _contradictions(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> list[str]:
-    """Return a problem for each number of the ZeRO JSON that is not the recipe's."""
+    """Return a problem for each number in the ZeRO JSON that contradicts the recipe."""
     if gear.zero_json is None:
         return []
     owned = gear.filled_json(recipe, batch, gear.precision)
     owners = {
-        "gradient_clipping": f"optim.max_grad_norm of {recipe_path}",
-        "gradient_accumulation_steps": "what batch.rows, batch.micro_rows and the ranks give",
-        "train_micro_batch_size_per_gpu": f"batch.micro_rows of {recipe_path}",
-        "train_batch_size": f"batch.rows of {recipe_path}, filled up to whole micro batches",
+        "gradient_clipping": f"optim.max_grad_norm in {recipe_path} is",
+        "gradient_accumulation_steps": "batch.rows, batch.micro_rows and the ranks give",
+        "train_micro_batch_size_per_gpu": f"batch.micro_rows in {recipe_path} is",
+        "train_batch_size": f"batch.rows in {recipe_path}, padded to full micro-batches, is",
     }
     given = {key: gear.zero_json.get(key, "auto") for key in owners}
     return [
-        f'{gear.zero_path}: {key}: is {given[key]}, but {owner} says {owned[key]}; write "auto"'
+        f'{gear.zero_path}: {key}: is {given[key]}, but {owner} {owned[key]}; use "auto"'
         for key, owner in owners.items()
         if given[key] != "auto" and given[key] != owned[key]
     ]
 
 
 def check_architecture(gear: Gear, config: PretrainedConfig, router_loss: float | None = None) -> None:
-    """Raise UserError where the gear cannot divide the model of this config over ranks.
+    """Raise UserError if the gear cannot divide a model with this config across ranks.
 
-    `router_loss` is the recipe's.
+    `router_loss` is the recipe's model.router_loss.
     """
     _check_router_loss(gear, config, router_loss)
     _check_stages(gear, config)
@@ -134,42 +136,43 @@ def check_architecture(gear: Gear, config: PretrainedConfig, router_loss: float 
 
 
 def _check_router_loss(gear: Gear, config: PretrainedConfig, router_loss: float | None) -> None:
-    """Raise UserError where no rank has what the loss of a mixture's routers needs."""
+    """Raise UserError if the router loss needs layers or tokens that no single rank has."""
     if not getattr(config, "router_aux_loss_coef", None) or router_loss == 0:
         return
-    for name, needed in (("pp", "all layers"), ("sp", "a whole row"), ("cp", "a whole row")):
+    for name, needed in (("pp", "all layers"), ("sp", "a complete row"), ("cp", "a complete row")):
         if gear.degree(name) > 1:
             raise UserError(
-                f"{gear.path}: balancing the experts of {config.model_type} takes {needed} on one rank; use "
+                f"{gear.path}: balancing the experts of {config.model_type} needs {needed} on one rank; use "
                 "accelerate_configs/fsdp.yaml, or model.router_loss=0"
             )
 
 
 def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
-    """Raise UserError where the layers cannot be divided into the gear's pipeline stages."""
+    """Raise UserError if the layers cannot be divided into the gear's pipeline stages."""
     num_stages = gear.degree("pp")
     if num_stages > 1 and not getattr(config, "base_model_pp_plan", None):
         raise UserError(
-            f"{gear.path}: a pipeline: {config.model_type} has no plan for it in transformers; use "
+            f"{gear.path}: pipeline parallelism: transformers has no pipeline plan for {config.model_type}; use "
             "accelerate_configs/fsdp.yaml"
         )
     if num_stages > config.num_hidden_layers:
         raise UserError(
             f"{gear.path}: parallelism_config_pp_size: {num_stages} stages, but this model has "
-            f"{config.num_hidden_layers} layers; {config.num_hidden_layers} or fewer would do"
+            f"{config.num_hidden_layers} layers; use {config.num_hidden_layers} or fewer"
         )
 
 
 def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
-    """Raise UserError where tensor or sequence parallelism cannot divide the attention heads."""
+    """Raise UserError if tensor or sequence parallelism cannot divide the attention heads."""
     tp, sp = gear.degree("tp"), gear.degree("sp")
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    named = f"{heads} attention heads" + (f" and {key_heads} key heads" if key_heads != heads else "")
+    named = f"{heads} attention heads" + (f" and {key_heads} key-value heads" if key_heads != heads else "")
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if tp > 1 and (not plan or any(style.startswith("packed") for style in plan.values())):
-        why = "fuses matrices that would be cut apart" if plan else "has no plan for it in transformers"
-        raise UserError(f"{gear.path}: tensor parallelism: {config.model_type} {why}; use accelerate_configs/fsdp.yaml")
+        fused = f"{config.model_type} fuses matrices that tensor parallelism would split"
+        why = fused if plan else f"transformers has no tensor-parallel plan for {config.model_type}"
+        raise UserError(f"{gear.path}: tensor parallelism: {why}; use accelerate_configs/fsdp.yaml")
     if heads % tp or key_heads % tp:
         fitting = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
         raise _does_not_divide(gear, "tp", named, fitting)
@@ -179,8 +182,8 @@ def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
 
 
 def _does_not_divide(gear: Gear, name: str, heads: str, fitting: list[int]) -> UserError:
-    """Return the refusal of a degree, with the degrees that would divide the heads."""
+    """Return the error for a degree that does not divide the heads, with the degrees that do."""
     return UserError(
         f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {heads}; "
-        f"{' or '.join(map(str, fitting))} would"
+        f"use {' or '.join(map(str, fitting))}"
     )
