@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever dies or fails, on a disk and where a folder cannot be renamed."""
+"""Test that a checkpoint is complete or absent after any failure, with and without atomic renames."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from support.checkpoints import check, flip, make, manifest_of, tensors
 
 
 def make_in_place(parent: Path, step: int, run_id: str = "abc") -> Path:
-    """As a run does it without a rename: two shards, then the manifest."""
+    """Write a checkpoint as a run does without renames: two shards, then the manifest."""
     folder, given, staging, files = parent / f"step-{step}", tensors(), Staging(), {}
     folder.mkdir(parents=True, exist_ok=True)
     for rank, part in enumerate((given["w"][:1200], given["w"][1200:])):
@@ -28,16 +28,16 @@ def make_in_place(parent: Path, step: int, run_id: str = "abc") -> Path:
     return folder
 
 
-def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
-    """Each process goes on where the one before was killed, one change later, until one comes through two saves."""
+def test_a_kill_at_any_change_of_the_bucket(tmp_path, mounted):
+    """Kill each process one change later than the previous one, until a process completes two saves."""
     newest, deaths = 0, 0
     with mounted(kills_in_turn=True) as runs:
         while True:
             child = os.fork()
             if child == 0:
                 folders.delete_unfinished(runs)
-                whole = ledger.whole_checkpoint(runs) or 0
-                for step in (whole + 1, whole + 2):
+                complete = ledger.whole_checkpoint(runs) or 0
+                for step in (complete + 1, complete + 2):
                     make_in_place(runs, step, run_id=str(os.getpid()))
                     folders.prune(runs, keep=2, renames=False)
                 os._exit(0)
@@ -56,23 +56,23 @@ def test_killed_at_any_change_of_the_bucket(tmp_path, mounted):
         assert sorted(path.name for path in (tmp_path / "held").iterdir()) == [f"step-{newest - 1}", f"step-{newest}"]
 
 
-def test_what_was_never_finished_is_no_checkpoint_and_what_is_damaged_is_one(tmp_path):
-    whole = make_in_place(tmp_path, 1)
-    content = (whole / "manifest.json").read_bytes()
+def test_unfinished_checkpoints_are_not_listed_and_corrupt_ones_are(tmp_path):
+    complete = make_in_place(tmp_path, 1)
+    content = (complete / "manifest.json").read_bytes()
     for length in range(0, len(content), 7):
-        (whole / "manifest.json").write_bytes(content[:length])
+        (complete / "manifest.json").write_bytes(content[:length])
         assert folders.list_checkpoints(tmp_path) == []
-    (whole / "manifest.json").write_bytes(content.replace(b"20.0", b"21.0"))
+    (complete / "manifest.json").write_bytes(content.replace(b"20.0", b"21.0"))
     assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [1]
-    (whole / "manifest.json").unlink()
+    (complete / "manifest.json").unlink()
     renamed = make(tmp_path, 2)
     (renamed / "manifest.json").unlink()
-    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [2], "what a rename has committed was whole"
-    assert folders.delete_unfinished(tmp_path) == [whole]
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [2], "a renamed checkpoint was complete"
+    assert folders.delete_unfinished(tmp_path) == [complete]
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
-def test_a_damaged_one_of_the_same_step_gives_way_to_one_of_another_run(tmp_path):
+def test_another_run_replaces_a_corrupt_checkpoint_of_the_same_step(tmp_path):
     hurt = make_in_place(tmp_path, 1, "old")
     (hurt / manifest.shard_name(1, "old")).write_bytes(b"")
     check(make_in_place(tmp_path, 1, "new"))
@@ -84,19 +84,19 @@ def test_a_damaged_one_of_the_same_step_gives_way_to_one_of_another_run(tmp_path
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
-def test_pruning_where_an_overlay_refuses_to_rename_what_lies_below(tmp_path):
+def test_pruning_on_an_overlay_that_cannot_rename_its_lower_layer(tmp_path):
     lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
     for folder in (lower, upper, work, merged):
         folder.mkdir()
     make(lower, 1), make(lower, 2)
     options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
     mount = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
-    if said := subprocess.run(mount, capture_output=True, text=True, check=False).stderr:
-        pytest.skip(said)
+    if problem := subprocess.run(mount, capture_output=True, text=True, check=False).stderr:
+        pytest.skip(problem)
     try:
         with pytest.raises(OSError, match="cross-device"):
             (merged / "step-1").rename(merged / "x")
-        assert filesystem.rename_problem(merged) == "", "new ones can be"
+        assert filesystem.rename_problem(merged) == "", "new folders can be renamed"
         make(merged, 3)
         folders.prune(merged, keep=2)
         assert sorted(path.name for path in merged.iterdir()) == ["step-2", "step-3"]
@@ -108,18 +108,18 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan")), (6, None)):
         make(tmp_path, step, loss)
     flip(make(tmp_path, 7) / "shard-00000.safetensors", random.Random(0))
-    (tmp_path / "step-0").mkdir()  # half of one
+    (tmp_path / "step-0").mkdir()  # unfinished
     (tmp_path / "notes.txt").write_text("mine")
     folders.prune(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-2", "step-6", "step-7"]
 
 
-def test_a_damaged_one_of_the_same_step_gives_way(tmp_path):
+def test_a_save_replaces_a_corrupt_checkpoint_of_the_same_step(tmp_path):
     flip(make(tmp_path) / "manifest.json", random.Random(0))
     check(make(tmp_path))
 
 
-def test_sweeping_takes_temporaries_alone(tmp_path):
+def test_cleanup_deletes_only_temporaries(tmp_path):
     make(tmp_path)
     (tmp_path / "step-40.tmp-dead").mkdir()
     (tmp_path / "step-20.tmp-removed").mkdir()
@@ -129,8 +129,8 @@ def test_sweeping_takes_temporaries_alone(tmp_path):
 
 
 @pytest.mark.parametrize("call", range(1, 8))
-def test_killed_at_any_call_a_whole_one_is_left(tmp_path, call):
-    """At each fsync and rename of a save and of the pruning after it, in a process that dies there."""
+def test_a_kill_at_any_call_leaves_a_complete_checkpoint(tmp_path, call):
+    """Kill a process at each fsync and rename of a save and of the pruning after it."""
     make(tmp_path, 1), make(tmp_path, 2)
     child = os.fork()
     if child == 0:
@@ -149,7 +149,7 @@ def test_killed_at_any_call_a_whole_one_is_left(tmp_path, call):
         folders.prune(tmp_path, keep=2)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -9, "there are fewer calls than this"
+    assert os.waitstatus_to_exitcode(status) == -9, "the process makes fewer calls"
     names = sorted(path.name for path in tmp_path.iterdir() if ".tmp-" not in path.name)
     assert names in (["step-1", "step-2"], ["step-1", "step-2", "step-3"])
     for name in names:

@@ -1,4 +1,4 @@
-"""The manifest: every damage to every file is recognised, and no file elsewhere is named."""
+"""Test that the manifest detects all damage to every file and cannot name files elsewhere."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from support.checkpoints import DAMAGES, check, forged, make, tensors
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"])
-def test_every_damage_to_every_file_is_recognised(tmp_path, damage, name):
+def test_every_damage_to_every_file_is_detected(tmp_path, damage, name):
     folder = make(tmp_path)
     for seed in range(12):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
@@ -27,8 +27,8 @@ def test_every_damage_to_every_file_is_recognised(tmp_path, damage, name):
         check(folder)
 
 
-def test_that_is_the_digests_doing(tmp_path, monkeypatch):
-    """Without them a flipped bit of a weight loads as if nothing were."""
+def test_damage_is_detected_by_the_digests(tmp_path, monkeypatch):
+    """A flipped bit of a weight loads without an error if digests are not compared."""
     folder = make(tmp_path)
     shard = folder / "shard-00000.safetensors"
     content = bytearray(shard.read_bytes())
@@ -40,50 +40,50 @@ def test_that_is_the_digests_doing(tmp_path, monkeypatch):
     assert not torch.equal(loaded, tensors()["w"])
 
 
-def test_a_manifest_of_another_step_is_noticed(tmp_path):
+def test_a_manifest_of_another_step_is_detected(tmp_path):
     one, other = make(tmp_path, 20), make(tmp_path, 40)
     shutil.copy(one / "manifest.json", other / "manifest.json")
-    with pytest.raises(CorruptCheckpoint, match="is that of step 20"):
+    with pytest.raises(CorruptCheckpoint, match="belongs to step 20"):
         check(other)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
-        ("../../secret.safetensors", "names files that no checkpoint has"),
-        ("/etc/passwd", "names files that no checkpoint has"),
-        ("shard-00000.safetensors/../x", "names files that no checkpoint has"),
-        ("optimizer.pt", "names files that no checkpoint has"),
+        ("../../secret.safetensors", "lists invalid file names"),
+        ("/etc/passwd", "lists invalid file names"),
+        ("shard-00000.safetensors/../x", "lists invalid file names"),
+        ("optimizer.pt", "lists invalid file names"),
     ],
 )
-def test_a_manifest_cannot_name_files_elsewhere(tmp_path, name, said):
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path, name, problem):
     folder = make(tmp_path)
     forged(folder, files={name: {"bytes": 1, "xxh3_128": ""}})
-    with pytest.raises(CorruptCheckpoint, match=said):
+    with pytest.raises(CorruptCheckpoint, match=problem):
         check(folder)
 
 
-def test_a_shard_is_no_link(tmp_path):
+def test_a_shard_must_not_be_a_link(tmp_path):
     folder = make(tmp_path)
     shard = folder / "shard-00000.safetensors"
     shard.rename(tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CorruptCheckpoint, match="is no file of its own"):
+    with pytest.raises(CorruptCheckpoint, match="is not a regular file"):
         check(folder)
 
 
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "{}", '{"digest": 1, "manifest": 2}', "[" * 100_000, pickle.dumps([1]).decode("latin-1")]
 )
-def test_manifests_that_are_none(tmp_path, text):
+def test_invalid_manifests(tmp_path, text):
     folder = make(tmp_path)
     (folder / "manifest.json").write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=r"manifest.json: is damaged"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest.json: is corrupt"):
         check(folder)
 
 
 def test_a_manifest_as_large_as_a_disk_is_not_read(tmp_path):
     folder = make(tmp_path)
     os.truncate(folder / "manifest.json", 2**40)  # sparse
-    with pytest.raises(CorruptCheckpoint, match=r"which none has"):
+    with pytest.raises(CorruptCheckpoint, match=r"above the 67,108,864 limit"):
         check(folder)

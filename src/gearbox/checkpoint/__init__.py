@@ -1,1 +1,1 @@
-"""A checkpoint as files, and when one is written. No engine."""
+"""Write, verify and read checkpoints. This package does not depend on an engine."""

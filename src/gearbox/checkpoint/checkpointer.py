@@ -1,9 +1,9 @@
-"""When checkpoints are written: training continues while a thread writes, and all ranks agree before one counts.
+"""Save checkpoints in the background: a thread writes while training continues, and all ranks agree on the commit.
 
-Threads never communicate between ranks. At each step boundary one small all-reduce tells every rank whether a rank was
-asked to stop, still writes, or could not write:
+Threads never communicate between ranks. One small all-reduce at each step boundary reports to every rank whether any
+rank was asked to stop, is still writing, or failed to write:
 
-    staged -> every rank writes and syncs its shard -> all are done -> rank 0 commits, and prunes -> saved
+    staged -> every rank writes and syncs its shard -> all ranks are done -> rank 0 commits and prunes -> saved
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.errors import UserError
 from gearbox.world import World
 
-RETRY_STEPS = 10  # after a save that failed
-LAST_TRIES = 3  # where no later step can try again
-LAST_TRY_SECONDS = 10  # between them
-LOOK_SECONDS = 1.0  # between two agreements while all wait for a save
+RETRY_STEPS = 10  # steps until a failed save is retried
+LAST_TRIES = 3  # retries when no later step can retry
+LAST_TRY_SECONDS = 10  # wait before each of these retries
+LOOK_SECONDS = 1.0  # interval between two agreements while all ranks wait for a save
 
 
 @dataclass(frozen=True)
 class SaveFacts:
-    """A checkpoint that is complete; the names are those of metrics.jsonl."""
+    """The facts about a complete checkpoint, named as in metrics.jsonl."""
 
     saved: int
-    """Its step."""
+    """The checkpoint's step."""
     save_bytes: int
     save_stall_seconds: float
-    """For which training waited."""
+    """Seconds for which training waited."""
     save_seconds: float
-    """Until it was complete."""
+    """Seconds until the checkpoint was complete."""
 
 
 @dataclass(frozen=True)
 class SaveFailure:
-    """A checkpoint that could not be written; the names are those of metrics.jsonl."""
+    """The facts about a failed save, named as in metrics.jsonl."""
 
     save_failed: int
-    """Its step."""
+    """The step of the failed save."""
     save_error: str
     last_saved: int
-    """Step of the last good one, 0 if there is none."""
+    """Step of the last good checkpoint; 0 without one."""
 
 
 class CheckpointSource(Protocol):
-    """What a checkpoint is made of."""
+    """The contents of a checkpoint."""
 
     def local_shards(self) -> list[TensorShard]:
-        """Return what this rank writes. Every rank calls it."""
+        """Return the tensors that this rank writes. Every rank calls it."""
 
     def manifest(self, state: TrainState) -> Manifest:
-        """Return the manifest of this step, without files. Every rank calls it."""
+        """Return the manifest of this step, without its files. Every rank calls it."""
 
 
 class SaveListener(Protocol):
-    """Who is told how saves end, on every rank."""
+    """A listener that is notified on every rank how saves end."""
 
     def saved(self, facts: SaveFacts) -> None:
-        """Called when a checkpoint is complete."""
+        """Handle a complete checkpoint."""
 
     def save_failed(self, failure: SaveFailure) -> None:
-        """Called when one could not be written; a later step tries again."""
+        """Handle a failed save; a later step retries."""
 
     def heartbeat(self, doing: str) -> None:
-        """Called while all ranks wait for a save."""
+        """Handle a sign of progress while all ranks wait for a save."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank's thread did."""
+    """The result of a rank's thread."""
 
     files: dict[str, ShardFacts] = field(default_factory=dict)
     host: str = ""
@@ -92,28 +92,31 @@ class _Outcome:
 
 
 class Checkpointer:
-    """Decides when checkpoints are written, and writes them. Every rank makes one and makes the same calls."""
+    """A saver that decides when to write checkpoints and writes them.
+
+    Every rank creates one and makes the same calls.
+    """
 
     def __init__(
         self, disk: DiskPlan, world: World, source: CheckpointSource, listener: SaveListener, saved_step: int
     ) -> None:
-        """`saved_step` is that of the newest checkpoint in the folder, 0 if there is none."""
+        """Create the saver; `saved_step` is the step of the newest checkpoint in the folder, 0 without one."""
         self.disk, self.world, self.source, self.listener = disk, world, source, listener
         self.saved_step = saved_step
         self.run_id = world.gather(uuid4().hex[:8])[0]
         self.staging = self._make_staging()
         self._retry_at: int | None = None
-        self._step = 0  # of the save under way, 0 if there is none
+        self._step = 0  # of the save in progress; 0 when idle
         self._is_committing = False
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
         self._started = self._stall = 0.0
         self._manifest: Manifest | None = None
         self._of_others: set[str] = set()
-        """Shards that other machines wrote: they may be seen here later."""
+        """Shards that other machines wrote; they may appear here late."""
 
     def save_if_due(self, state: TrainState, num_steps: int, stop: bool) -> bool:
-        """Advance a save, or start one that is due. Return True on every rank if one of them was asked to stop."""
+        """Advance a save, or start one that is due. Return True on every rank if any rank was asked to stop."""
         busy, failed, stopping = self.world.sum([self._is_busy(), self._has_failed(), stop])
         if self._step and (failed or not busy):
             self._next_stage()
@@ -131,12 +134,12 @@ class Checkpointer:
         return bool(stopping)
 
     def _try_again(self, state: TrainState) -> None:
-        """Repeat a save that failed: no later step can."""
+        """Retry a failed save, since no later step can."""
         for _ in range(LAST_TRIES):
             if self.saved_step == state.step or not state.step:
                 break
             for second in range(LAST_TRY_SECONDS):
-                self.listener.heartbeat(f"step {state.step}, {second} s after a save that failed")
+                self.listener.heartbeat(f"step {state.step}, {second} s after a failed save")
                 time.sleep(1)
             self._start_save(state)
             self._wait()
@@ -149,13 +152,13 @@ class Checkpointer:
         shards, full = self.source.local_shards(), None
         try:
             self.staging.stage(shards)
-        except OSError as error:  # of save.stage
+        except OSError as error:  # from save.stage
             full = OSError(error.errno, error.strerror, self.disk.save.stage)
         self._started, self._stall = started, time.perf_counter() - started
         self._work(lambda: self._write_shard(full))
 
     def _make_staging(self) -> Staging:
-        """Raises UserError on all ranks where one cannot write to save.stage."""
+        """Create the staging. Raise UserError on all ranks if any rank cannot write to save.stage."""
         staging, folder, problem = Staging(), self.disk.save.stage, None
         if folder is not None:
             try:
@@ -172,7 +175,7 @@ class Checkpointer:
 
     @property
     def _aside(self) -> Path:
-        """Where shards are written until the commit."""
+        """The folder that shards are written to before the commit."""
         return self._folder.with_name(f"{self._folder.name}.tmp-{self.run_id}") if self.disk.renames else self._folder
 
     def _write_shard(self, full: OSError | None) -> _Outcome:
@@ -191,14 +194,14 @@ class Checkpointer:
             seconds = filesystem.SEEN_SECONDS if name in self._of_others else 0.0
             if not filesystem.wait_for_size(self._aside / name, facts["bytes"], seconds):
                 path = str(self._aside / name)
-                raise OSError(errno.ENOENT, "is not as it was written; do all machines share run.dir?", path)
+                raise OSError(errno.ENOENT, "is missing or incomplete; do all machines share run.dir?", path)
         filesystem.retry_transient(lambda: folders.commit(self._aside, self._folder, manifest))
-        with suppress(OSError):  # the next one tries again; this checkpoint is complete
+        with suppress(OSError):  # the next save prunes again; this checkpoint is complete
             folders.prune(self.disk.folder, self.disk.save.keep, self.disk.renames)
         return _Outcome()
 
     def _next_stage(self) -> None:
-        """Continue on all ranks: the thread is done on every rank, or failed on one."""
+        """Start the next stage on all ranks: the thread is done on every rank, or failed on one."""
         started = time.perf_counter()
         if self._thread is not None:
             self._thread.join()
@@ -226,9 +229,9 @@ class Checkpointer:
             self._step = 0
 
     def _abort(self, problems: dict[int, str]) -> None:
-        """Give this save up: the last good checkpoint stays, training continues, and a later step tries again."""
+        """Abandon this save. The last good checkpoint stays, training continues, and a later step retries."""
         if self.world.rank == 0:
-            with suppress(OSError):  # what stays is swept, or written again
+            with suppress(OSError):  # a later start deletes leftovers, or a later save overwrites them
                 folders.delete_folder(self._aside)
         self.staging.release()
         others = "" if len(problems) == 1 else f" (and {len(problems) - 1} more ranks)"
@@ -239,7 +242,7 @@ class Checkpointer:
         self._step, self._is_committing, self._outcome = 0, False, _Outcome()
 
     def _wait(self) -> None:
-        """Finish the save under way."""
+        """Finish the save in progress."""
         while self._step:
             started = time.perf_counter()
             while self.world.sum([self._is_busy()])[0]:
@@ -250,14 +253,14 @@ class Checkpointer:
             self._next_stage()
 
     def _work(self, job: Callable[[], _Outcome]) -> None:
-        """Run the job in a thread, which leaves its outcome."""
+        """Run the job in a thread that stores its outcome."""
         need = self.staging.num_bytes
 
         def run() -> None:
             try:
                 self._outcome = job()
             except Exception as error:
-                self._outcome = _Outcome(error=f"{type(error).__name__}: {error}")  # if explaining fails
+                self._outcome = _Outcome(error=f"{type(error).__name__}: {error}")  # kept if explaining fails
                 self._outcome = _Outcome(error=explain_write_error(error, self.disk.folder, need))
 
         self._outcome = _Outcome()

@@ -1,4 +1,4 @@
-"""The folders step-N: commit, list, delete, prune, sweep what was left unfinished."""
+"""Commit, list, delete and prune the folders step-N, and clean up unfinished ones."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ from gearbox.redact import redacted
 
 
 def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint of shards that are on the disk: write the manifest, then rename unless `aside` is `folder`."""
+    """Commit shards that are on disk: write the manifest, then rename `aside` to `folder` unless they are the same."""
     if aside == folder:
-        (folder / MANIFEST).unlink(missing_ok=True)  # of a corrupt one of the same step
+        (folder / MANIFEST).unlink(missing_ok=True)  # of a corrupt checkpoint of the same step
     with (aside / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(render_manifest(redacted(manifest.to_json())))
         filesystem.sync(file)
     filesystem.sync_folder(aside)
     if aside == folder:
-        for path in folder.iterdir():  # what is left of a corrupt one
+        for path in folder.iterdir():  # leftovers of a corrupt checkpoint
             if path.name not in {MANIFEST, *manifest.files}:
                 with suppress(OSError):
                     path.unlink()
         return
-    if folder.exists():  # a corrupt one of the same step, which was skipped
+    if folder.exists():  # a corrupt checkpoint of the same step, which was skipped
         delete_checkpoint(folder)
     aside.rename(folder)
     filesystem.sync_folder(folder.parent)
 
 
 def delete_checkpoint(folder: Path, renames: bool = True) -> None:
-    """Delete a checkpoint. A kill in between leaves nothing that counts as one."""
-    aside = folder.with_name(f"{folder.name}.tmp-removed-{time.time_ns()}")  # another may be left: NFS keeps open files
+    """Delete a checkpoint. A kill midway leaves nothing that counts as a checkpoint."""
+    # A unique name: NFS may keep an earlier folder that has open files.
+    aside = folder.with_name(f"{folder.name}.tmp-removed-{time.time_ns()}")
     if renames:
-        with suppress(OSError):  # an overlay refuses it for what lies below it
+        with suppress(OSError):  # an overlay refuses to rename folders of its lower layer
             folder.rename(aside)
             folder = aside
     delete_folder(folder)
@@ -56,11 +57,11 @@ def delete_checkpoint(folder: Path, renames: bool = True) -> None:
 def delete_folder(folder: Path) -> None:
     """Delete a folder, its manifest first."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # what stays is swept
+    shutil.rmtree(folder, ignore_errors=True)  # a later start deletes leftovers
 
 
 def delete_unfinished(parent: Path) -> list[Path]:
-    """Delete what dead runs left half written; return the unfinished steps. Only for the holder of the run's lock."""
+    """Delete the leftovers of dead runs and return the unfinished steps. Only the holder of the run's lock calls it."""
     for leftover in parent.glob("*.tmp-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -91,7 +92,7 @@ def prune(parent: Path, keep: int, renames: bool = True) -> None:
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of each checkpoint, newest first; corrupt ones too, unfinished ones not."""
+    """Return the step and folder of each checkpoint, newest first. Include corrupt checkpoints, not unfinished ones."""
     return [(step, folder) for step, folder in _folders(parent) if not _is_unfinished(folder)]
 
 
@@ -101,7 +102,7 @@ def _folders(parent: Path) -> list[tuple[int, Path]]:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Return True if it has no complete manifest yet. After a rename it always has one, or is corrupt."""
+    """Return True if the folder has no complete manifest yet. A renamed folder is complete or corrupt."""
     try:
         if any(SHARD.fullmatch(path.name) and path.name.count("-") == 1 for path in folder.iterdir()):
             return False

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: shards as ranks hold them, and a reader for any part of any tensor."""
+"""Represent the tensor shards of a rank, and read any part of any tensor in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DTYPES = {
 }
 
 Scalar = float | dict[str, float]
-"""A number that an optimizer keeps: as it is, or as {dtype: number} where it was a tensor without dimensions."""
+"""A number in the optimizer state. A tensor without dimensions is stored as {dtype: number}."""
 
 
 def scalars_to_json(state: Mapping[str, object]) -> dict[str, Scalar]:
-    """Return the numbers among what an optimizer keeps for a tensor."""
+    """Return the numbers in the optimizer state of a tensor."""
     scalars: dict[str, Scalar] = {}
     for kind, value in state.items():
         if isinstance(value, torch.Tensor) and not value.dim():
@@ -43,7 +43,7 @@ def scalars_to_json(state: Mapping[str, object]) -> dict[str, Scalar]:
 
 
 def scalars_from_json(saved: Mapping[str, Scalar]) -> dict[str, float | torch.Tensor]:
-    """Return saved numbers as the optimizer keeps them."""
+    """Return saved numbers in the form that the optimizer uses."""
     state: dict[str, float | torch.Tensor] = {}
     for kind, value in saved.items():
         if isinstance(value, dict):
@@ -56,15 +56,15 @@ def scalars_from_json(saved: Mapping[str, Scalar]) -> dict[str, float | torch.Te
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A range of a flattened tensor, or a block (a rectangular part) of the tensor, as a rank holds it."""
+    """A rank's part of a tensor: a range of the flattened tensor, or a block (a rectangular part)."""
 
     kind: str
     name: str
     """Name of the parameter."""
     start: int | tuple[int, ...]
-    """Index of the first element in the full flattened tensor. Of a block: its offset in each dimension."""
+    """Index of the first element in the full flattened tensor, or a block's offset in each dimension."""
     tensor: torch.Tensor
-    """[n] or the block, a view of what is trained: writing to it writes there."""
+    """The range ([n]) or the block. It is a view: writing to it changes the trained tensor."""
 
     @property
     def key(self) -> str:
@@ -74,19 +74,19 @@ class TensorShard:
 
 
 class _SavedShard(NamedTuple):
-    """Where a shard is saved. They are sorted by their offsets."""
+    """The location of a saved shard. Shards sort by their offsets."""
 
     offsets: tuple[int, ...]
-    """One number for a range of the flattened tensor; one for each dimension for a block."""
+    """One number for a range of the flattened tensor, or one per dimension for a block."""
     file: str
     key: str
 
 
 class ShardReader:
-    """Read any part of any tensor of a verified checkpoint, whichever rank wrote which part."""
+    """A reader for any part of any tensor in a verified checkpoint, whichever ranks wrote it."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Open all files of a checkpoint. Raises CorruptCheckpoint where one of them is not a shard."""
+        """Open all files of a checkpoint. Raise CorruptCheckpoint if a file is not a shard."""
         self.folder = folder
         self.shapes: dict[str, list[int]] = manifest.parameters
         self.scalars: dict[str, dict[str, Scalar]] = manifest.scalars
@@ -99,16 +99,16 @@ class ShardReader:
                     kind, name, start = key.split("|")
                     self._shards[kind, name].append(_SavedShard(tuple(map(int, start.split(","))), file, key))
             except (SafetensorError, OSError, ValueError) as error:
-                raise CorruptCheckpoint(f"{file}: is no shard of a checkpoint: {error}") from None
+                raise CorruptCheckpoint(f"{file}: is not a checkpoint shard: {error}") from None
         for shards in self._shards.values():
             shards.sort()
 
     def kinds(self, name: str) -> list[str]:
-        """Return the kinds of tensors that are saved for a parameter, without the parameter itself."""
+        """Return the kinds of tensors saved for a parameter, other than the parameter itself."""
         return sorted(kind for kind, parameter in self._shards if parameter == name and kind != "parameter")
 
     def read_shard(self, shard: TensorShard) -> torch.Tensor:
-        """Return the saved values of a shard in its shape, on the CPU, however they were sharded when saved."""
+        """Return the saved values of a shard, in its shape, on the CPU. The saved sharding may differ."""
         if isinstance(shard.start, int):
             return self.read(shard.kind, shard.name, shard.start, shard.tensor.numel())
         rows, *inner = zip(shard.start, shard.tensor.shape, strict=True)  # (offset, size) of each dimension
@@ -118,9 +118,9 @@ class ShardReader:
         return full_rows[(slice(None), *(slice(offset, offset + size) for offset, size in inner))]
 
     def read(self, kind: str, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Return elements [start, start + numel) of a flattened tensor, or all of them; [numel] on the CPU.
+        """Return elements [start, start + numel) of a flattened tensor, or all elements: [numel] on the CPU.
 
-        Raises CorruptCheckpoint where some of them are in no shard.
+        Raise CorruptCheckpoint if any of these elements is missing.
         """
         shards = self._shards[kind, name]
         if shards and len(shards[0].offsets) > 1:
@@ -136,11 +136,11 @@ class ShardReader:
                 parts.append(saved[reached - first : int(min(end, last)) - first])
                 reached = int(min(end, last))
         if not parts or (numel is not None and reached != end):
-            raise CorruptCheckpoint(f"{kind} of {name}: elements {reached:,} to {end:,} are in no shard")
+            raise CorruptCheckpoint(f"{kind} of {name}: no shard contains elements {reached:,} to {end:,}")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_blocks(self, kind: str, name: str, start: int, numel: int | None) -> torch.Tensor:
-        """Read a range of a tensor that was saved in blocks: assemble the rows that contain it."""
+        """Read a range of a tensor that was saved in blocks, by assembling the rows that contain it."""
         num_rows, *row_shape = self.shapes[name]
         row_numel = math.prod(row_shape)
         end = num_rows * row_numel if numel is None else start + numel
@@ -156,5 +156,5 @@ class ShardReader:
                 rows[(slice(top - first, bottom - first), *columns)] = block
                 num_filled += block.numel()
         if rows is None or num_filled != rows.numel():
-            raise CorruptCheckpoint(f"{kind} of {name}: some of the elements {start:,} to {end:,} are in no shard")
+            raise CorruptCheckpoint(f"{kind} of {name}: no shard contains some of the elements {start:,} to {end:,}")
         return rows.view(-1)[start - first * row_numel : end - first * row_numel]

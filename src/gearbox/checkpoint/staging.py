@@ -1,4 +1,4 @@
-"""Where a rank's shard waits until it is written, while training continues: in host memory, or on a local disk."""
+"""Stage a rank's shard in host memory or on a local disk, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from gearbox.filesystem import CHUNK_BYTES
 
 
 class Staging:
-    """A shard, laid out as its file: in a buffer in host memory that is reused, or on a local disk.
+    """A shard in its file layout: in a reusable buffer in host memory, or on a local disk.
 
-    There it is a file without a name, which disappears with the process.
+    The file on the local disk has no name and disappears with the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Stage to a folder of a local disk, or to memory. Raises OSError where that folder cannot be written."""
+        """Stage to a folder on a local disk, or to memory. Raise OSError if the folder is not writable."""
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.header = b""
         self.num_bytes = self.num_written = 0
         self.disk: IO[bytes] | None = None
         self.digest = ""
-        """Of what was put on the local disk."""
+        """Digest of the bytes written to the local disk."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self.disk = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  as long as the run
+            self.disk = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  open until the run ends
 
     def stage(self, shards: Iterable[TensorShard]) -> None:
-        """Copy the tensors, which may change afterwards. Raises OSError where a local disk is full."""
-        ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # so that each is aligned
+        """Copy the tensors, which may change afterwards. Raise OSError if a local disk is full."""
+        ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # so that each tensor is aligned
         self.num_bytes = sum(shard.tensor.nbytes for shard in ordered)
         entries, at = {}, 0
         for shard in ordered:
@@ -50,7 +50,7 @@ class Staging:
         self.header = len(text).to_bytes(8, "little") + text
         size = self.num_bytes if self.disk is None else min(CHUNK_BYTES, self.num_bytes)
         if self.buffer.numel() < size:
-            self.buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
+            self.buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating a larger one
             self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         if self.disk is None:
             self._to_memory(ordered)
@@ -67,7 +67,7 @@ class Staging:
             torch.cuda.synchronize()
 
     def _to_disk(self, disk: IO[bytes], ordered: list[TensorShard]) -> None:
-        """Copy chunk by chunk through the buffer, which stays small."""
+        """Copy chunk by chunk through a small buffer."""
         digest = xxhash.xxh3_128()
 
         def append(part: memoryview) -> None:
@@ -87,7 +87,7 @@ class Staging:
         self.digest = digest.hexdigest()
 
     def _file_content(self) -> Iterator[bytes | memoryview]:
-        """Yield the file from its first byte to its last."""
+        """Yield the content of the file in order."""
         if self.disk is not None:
             self.disk.seek(0)
             while part := self.disk.read(CHUNK_BYTES):
@@ -98,7 +98,7 @@ class Staging:
         yield from (data[i : i + CHUNK_BYTES] for i in range(0, len(data), CHUNK_BYTES))
 
     def write(self, path: Path) -> ShardFacts:
-        """Write the file from its first byte to its last, and sync it; return its size and digest."""
+        """Write the file sequentially and sync it. Return its size and digest."""
         digest = xxhash.xxh3_128()
         self.num_written = 0
         with path.open("wb") as file:
@@ -109,10 +109,10 @@ class Staging:
             filesystem.sync(file)
         size = len(self.header) + self.num_bytes
         if self.disk is not None and (digest.hexdigest(), self.num_written) != (self.digest, size):
-            raise CorruptCheckpoint("save.stage: what was put on the local disk is not what came back from it")
+            raise CorruptCheckpoint("save.stage: the local disk returned other data than was written")
         return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
     def release(self) -> None:
-        """Free the space on the local disk. Memory is kept for the next save."""
+        """Free the space on the local disk. Keep the memory buffer for the next save."""
         if self.disk is not None:
             self.disk.truncate(0)

@@ -1,4 +1,4 @@
-"""How far a run is: the one small object that a checkpoint carries in addition to tensors, saved and read at once."""
+"""Track the progress of a run in one small object that each checkpoint stores in addition to its tensors."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from gearbox.data.batches import StepBatch, chain_hash
 
-RECENT_LOSSES = 32  # with which a loss is compared to find a spike
-FEW_LOSSES = 16  # fewer than these show no spike
+RECENT_LOSSES = 32  # a loss is compared with these to find a spike
+FEW_LOSSES = 16  # spikes are not detected with fewer losses
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step of all ranks gave."""
+    """The result of an optimizer step of all ranks."""
 
     loss: float
-    """Mean over the target tokens of the step; of a mixture of experts with its weighted router loss."""
+    """Mean over the target tokens of the step. A mixture of experts includes its weighted router loss."""
     grad_norm: float
-    """L2 norm before clipping; not finite where no rank took the step."""
+    """L2 norm before clipping; not finite if the step was skipped."""
     router_loss: float | None = None
-    """Mean over the target tokens, without its weight; None where no router is balanced."""
+    """Unweighted mean over the target tokens; None without a balanced router."""
     idle: float | None = None
-    """Share of the step in which a pipeline's stages computed nothing; None without a pipeline."""
+    """Share of the step in which a pipeline's stages were idle; None without a pipeline."""
 
     @property
     def skipped(self) -> bool:
-        """Whether no rank took the step."""
+        """True if no rank took the step."""
         return not math.isfinite(self.grad_norm)
 
 
@@ -36,15 +36,15 @@ class TrainState:
     """The progress of a run."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones included. Learning rate, rows and random numbers follow from it."""
+    """Completed optimizer steps, including skipped ones. It determines learning rate, rows and random numbers."""
     rows_hash: str = ""
     """Running hash of the rows consumed."""
     tokens: int = 0
     tokens_supervised: int = 0
     seconds: float = 0.0
-    """Of training, without what was lost to interruptions."""
+    """Training time, without time lost to interruptions."""
     num_skipped: int = 0
-    """Steps whose loss or gradient was not finite: their rows are consumed, the weights unchanged."""
+    """Steps with a non-finite loss or gradient. Their rows are consumed; the weights do not change."""
     num_skipped_in_a_row: int = 0
     recent_losses: list[float] = field(default_factory=list)
     evaluated: int = -1
@@ -52,7 +52,7 @@ class TrainState:
     eval_loss: float | None = None
     """Held-out loss at that step."""
     answers_before: dict[str, str] = field(default_factory=dict)
-    """To each sample question, before the first step."""
+    """Answers to the sample questions before the first step."""
 
     def advance(self, batch: StepBatch, result: StepResult) -> bool:
         """Count one step. Return True if its loss is a spike: it exceeds the recent maximum by the recent range."""
@@ -70,12 +70,12 @@ class TrainState:
         return is_spike
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a mapping."""
+        """Return the fields as a dict."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> TrainState:
-        """Raises TypeError where a field is missing or unknown: another version wrote it."""
+        """Create a state from JSON. Raise TypeError for missing or unknown fields, which another version wrote."""
         if set(saved) != {one.name for one in fields(cls)}:
             raise TypeError(f"progress has the fields {sorted(saved)}")
         return cls(**saved)
