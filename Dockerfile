@@ -1,5 +1,5 @@
 # docs/image.md describes how to build, run and check this image.
-# The base has only Python and its headers: the torch wheel brings the CUDA libraries. A release pins the base by digest.
+# The base has only Python and its headers: the torch wheel brings the CUDA libraries. Releases pin the base by digest.
 ARG BASE=python:3.11.13-slim-bookworm
 FROM ${BASE}
 # The lock file in requirements/ to install: cuda or cpu.
