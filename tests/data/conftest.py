@@ -1,4 +1,4 @@
-"""Each test of a file's way to tokens has a cache of its own."""
+"""Give each data test a separate cache."""
 
 import datasets
 import pytest
@@ -6,6 +6,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache of its own for each test."""
+    """Return the cache folder of this test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache" / "gearbox"

@@ -1,4 +1,4 @@
-"""Guards the way from documents to batches: nothing lost, nothing seen twice, nothing seen by a neighbour."""
+"""Guards batching: no token is lost or repeated, and documents in a row are isolated from each other."""
 
 from collections import Counter
 from itertools import pairwise
@@ -21,7 +21,7 @@ def rows_of(members: np.ndarray, starts: np.ndarray) -> list[list[int]]:
 
 
 @given(LENGTHS, st.integers(40, 64))
-def test_packing_loses_and_doubles_nothing(lengths, row_tokens):
+def test_packing_neither_loses_nor_repeats_a_document(lengths, row_tokens):
     rows = rows_of(*pack(np.array(lengths), row_tokens))
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(rows) and max(sum(lengths[i] for i in row) for row in rows) <= row_tokens
@@ -29,7 +29,7 @@ def test_packing_loses_and_doubles_nothing(lengths, row_tokens):
 
 @given(LENGTHS)
 def test_packing_is_best_fit_longest_first(lengths):
-    """Against the definition: each piece goes to the fullest row that has room for it, and opens one if none has."""
+    """Packing puts each piece into the fullest row with room for it, or into a new row if there is no room."""
     filled: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [used for used in filled if used + length <= 40]
@@ -46,11 +46,11 @@ def test_rows_of_a_long_tailed_set_are_full(seed, row_tokens):
     lengths = np.random.default_rng(seed).lognormal(4.5, 1.0, 5000).astype(int).clip(1, row_tokens)
     rows = rows_of(*pack(lengths, row_tokens))
     full = [sum(lengths[i] for i in row) / row_tokens >= 0.95 for row in rows]
-    assert np.mean(full) > 0.99, "95 % or more of each row; one row is left over at the end"
+    assert np.mean(full) > 0.99, "rows are at least 95 % full, except the last one"
 
 
 @given(LENGTHS, st.integers(8, 40), st.sampled_from(["truncate", "split", "drop"]))
-def test_cutting_loses_and_doubles_nothing(lengths, row_tokens, long):
+def test_chunking_neither_loses_nor_repeats_a_token(lengths, row_tokens, long):
     made = random_documents(lengths)
     pieces = chunk_documents(made, row_tokens, [long])
     assert pieces.length.max(initial=0) <= row_tokens
@@ -68,7 +68,7 @@ def test_cutting_loses_and_doubles_nothing(lengths, row_tokens, long):
 
 
 @given(LENGTHS, st.booleans())
-def test_every_token_is_in_the_batches_once(lengths, packing):
+def test_every_token_is_in_the_batches_exactly_once(lengths, packing):
     made = random_documents(lengths)
     rows = made.rows(40, packing=packing)
     seen = Counter()
@@ -97,8 +97,8 @@ def test_labels_and_positions_stay_inside_their_document():
         assert torch.stack([batch[name][i] for name in names], 1).tolist() == [list(column) for column in columns]
 
 
-def test_what_is_padding_is_told_by_its_place_not_by_its_token():
-    """A tokenizer whose pad token is its end of turn: the end of turn is still a target."""
+def test_padding_is_recognised_by_position_not_by_token():
+    """The end of turn is a target even if it is also the pad token."""
     end = 2
     made = Made([[5, 6, end], [7, end]], [[0, 1, 1], [0, 1]])
     labels = made.rows(8, pad_token=end).batch([0])["labels"]
@@ -120,7 +120,7 @@ def test_groups_do_not_share_a_row():
     assert [{i % 2 for i in rows.row(row).tolist()} for row in range(4)] == [{0}, {0}, {1}, {1}]
 
 
-def test_the_fullest_rows_are_those_with_most_documents():
+def test_the_fullest_rows_have_the_most_documents():
     rows = random_documents([16, 2, 3, 4, 5, 15]).rows(16)
     chosen = fullest_rows(rows, 2)
     assert len(rows.row(chosen[0])) == 4 and fullest_rows(rows, 5)[-2:] == [None, None]
@@ -129,14 +129,14 @@ def test_the_fullest_rows_are_those_with_most_documents():
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 64])
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_step_is_dealt_in_equal_shapes(ranks, micro_rows, num_rows):
+def test_every_rank_gets_equal_shapes(ranks, micro_rows, num_rows):
     dealt = [micro_batches_of(list(range(num_rows)), (rank, ranks), micro_rows) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
-    assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round is all empty"
+    assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round consists of empty rows only"
 
 
-def test_a_step_counts_the_whole_on_every_rank():
+def test_every_rank_counts_the_complete_step():
     rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
     shares = [make_step_batch(rows, row_ids, (rank, 2), 1) for rank in range(2)]
@@ -146,7 +146,7 @@ def test_a_step_counts_the_whole_on_every_rank():
     assert sum(int((micro["chunk_ids"] >= 0).sum()) for micro in micro_batches) == shares[0].num_tokens
 
 
-def test_the_hash_chain_tells_every_order_apart():
+def test_the_hash_chain_depends_on_the_order_of_rows():
     def chain(*steps):
         value = ""
         for row_ids in steps:

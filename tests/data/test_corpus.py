@@ -1,4 +1,4 @@
-"""Guards the cache of tokens: made once by one rank, and anew by whatever the tokens depend on."""
+"""Guards the token cache: one rank builds it once, and any change that affects tokens rebuilds it."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def count_encoded(monkeypatch) -> list[int]:
     return counts
 
 
-def test_what_was_tokenized_is_not_tokenized_again(tokenizer, tmp_path, monkeypatch):
+def test_tokenized_data_is_not_tokenized_again(tokenizer, tmp_path, monkeypatch):
     counts = count_encoded(monkeypatch)
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     first = read(tokenizer, path)
@@ -34,13 +34,13 @@ def test_what_was_tokenized_is_not_tokenized_again(tokenizer, tmp_path, monkeypa
     moved = tmp_path / "b.jsonl"
     path.rename(moved)
     renamed = read(tokenizer, moved)
-    assert counts == [3], "rows, splits and names do not matter"
+    assert counts == [3], "rows, splits and file names are not part of the key"
     assert texts(tokenizer, again) == texts(tokenizer, renamed) == texts(tokenizer, first)
     assert renamed.location(2) == f"{moved}:3"
 
 
 @pytest.mark.parametrize("change", ["content", "supervise", "template", "special", *corpus.MODULES])
-def test_whatever_the_tokens_depend_on_makes_them_anew(tokenizer, tmp_path, monkeypatch, change):
+def test_any_change_that_affects_tokens_rebuilds_them(tokenizer, tmp_path, monkeypatch, change):
     counts = count_encoded(monkeypatch)
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     read(tokenizer, path)
@@ -67,11 +67,11 @@ def edit_source(monkeypatch, module, folder: Path) -> None:
 
 
 def forget(cache: Path) -> None:
-    """So that the next read tokenizes again."""
+    """Delete the cache, so that the next read tokenizes again."""
     shutil.rmtree(cache)
 
 
-def test_the_digest_is_of_the_documents_however_they_are_batched(tokenizer, tmp_path, cache, monkeypatch):
+def test_the_digest_does_not_depend_on_the_batching(tokenizer, tmp_path, cache, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": (HI + BYE) * (1 + i % 3)} for i in range(300)])
     digests = []
     for num_cores, batch_documents in [(2, 64), (2, 7), (1, 64), (1, 300)]:
@@ -82,7 +82,7 @@ def test_the_digest_is_of_the_documents_however_they_are_batched(tokenizer, tmp_
     assert len(digests) == 4 and len({*digests}) == 1
 
 
-def test_the_digest_is_that_of_the_cached_file_and_not_of_the_code(tokenizer, tmp_path, monkeypatch):
+def test_the_digest_depends_on_the_cached_file_and_not_on_the_code(tokenizer, tmp_path, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", GOOD)
     built, mapped = read(tokenizer, path), read(tokenizer, path)
     edit_source(monkeypatch, row_formats, tmp_path)
@@ -98,7 +98,7 @@ def test_the_digest_is_that_of_the_cached_file_and_not_of_the_code(tokenizer, tm
     assert built.digest == xxhash.xxh3_128_hexdigest(streams)
 
 
-def test_the_digest_tells_tokens_masks_order_and_edges_of_documents_apart(tokenizer, tmp_path):
+def test_the_digest_depends_on_tokens_masks_order_and_document_boundaries(tokenizer, tmp_path):
     swapped = [{"messages": [HI[0], HI[1] | {"content": HI[1]["content"].swapcase()}]}, *GOOD[1:]]
     untrained = [{"messages": [HI[0], HI[1] | {"weight": 0}, *BYE]}, *GOOD[1:]]
     trained = [{"messages": HI + BYE}, *GOOD[1:]]
@@ -106,7 +106,7 @@ def test_the_digest_tells_tokens_masks_order_and_edges_of_documents_apart(tokeni
         read(tokenizer, jsonl(tmp_path / "a.jsonl", records)).digest
         for records in (GOOD, swapped, untrained, trained, GOOD[::-1], GOOD[:2])
     ]
-    # Two texts that split the same tokens, all of them trained, at another place.
+    # Two pairs of texts with the same trained tokens, split at different places.
     end = tokenizer.eos_token
     digests += [
         read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])).digest
@@ -115,7 +115,7 @@ def test_the_digest_tells_tokens_masks_order_and_edges_of_documents_apart(tokeni
     assert len({*digests}) == len(digests)
 
 
-def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_path, monkeypatch):
+def test_other_ranks_wait_for_the_builder(tokenizer, tmp_path, monkeypatch):
     counts = count_encoded(monkeypatch)
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
     found = []
@@ -130,8 +130,8 @@ def test_a_rank_that_does_not_build_waits_for_the_one_that_does(tokenizer, tmp_p
     assert counts == [3] and texts(tokenizer, found[0]) == texts(tokenizer, built)
 
 
-def test_a_tokenizer_whose_file_asks_for_a_cut_has_one_key_on_every_rank(tmp_path):
-    """The builder switches the cut off; what the others look for must not depend on that."""
+def test_a_tokenizer_file_with_truncation_has_one_key_on_every_rank(tmp_path):
+    """The builder switches truncation off. The key that other ranks look for must not depend on that."""
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 300}])
     other = jsonl(tmp_path / "b.jsonl", [{"text": "y" * 300}])
     keys = []
@@ -144,22 +144,22 @@ def test_a_tokenizer_whose_file_asks_for_a_cut_has_one_key_on_every_rank(tmp_pat
     assert keys[0] == keys[1]
 
 
-def test_a_rank_that_nobody_builds_for_builds_itself(tokenizer, tmp_path, monkeypatch):
-    """It has read other data than the builder; that is told once all ranks can compare."""
+def test_a_rank_without_a_builder_builds_the_cache_itself(tokenizer, tmp_path, monkeypatch):
+    """This rank's data differs from the builder's. The ranks report that once they can compare."""
     monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0.2)
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
     assert len(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
 
 
-def test_a_waiting_rank_ends_with_its_launcher(tokenizer, tmp_path, monkeypatch):
+def test_a_waiting_rank_exits_with_its_launcher(tokenizer, tmp_path, monkeypatch):
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
     parents = chain([os.getppid(), os.getppid()], repeat(1))
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    with pytest.raises(RuntimeError, match="the launcher has ended"):
+    with pytest.raises(RuntimeError, match="the launcher exited"):
         corpus.load_corpora(recipe, tokenizer, is_builder=False)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, cache):
-    cache.parent.write_text("a file where the folder should be")
+def test_a_cache_that_is_not_writable_is_reported(tokenizer, tmp_path, cache):
+    cache.parent.write_text("a file in place of the folder")
     with pytest.raises(UserError, match=r"cache/gearbox: cannot be written .*; set HF_DATASETS_CACHE"):
         read(tokenizer, jsonl(tmp_path / "a.jsonl", GOOD))

@@ -1,4 +1,4 @@
-"""Guards which tokens are trained: for each form of row and each template, the assistant's words and their end."""
+"""Guards the trained tokens: for each row format and template, the assistant's text and its end of turn."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|bos|>",
 ]  # fmt: skip
 END = {"smollm2": "<|im_end|>", "llama_like": "<|eot_id|>", "qwen_like": "<|im_end|>", "chatml_tools": "<|im_end|>"}
-NO_THOUGHT = "<think>\n\n</think>\n\n"  # what Qwen's template writes before the last answer
+NO_THOUGHT = "<think>\n\n</think>\n\n"  # Qwen's template writes it before the last answer
 
 
 def template(name: str) -> str:
@@ -32,7 +32,7 @@ def template(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def make():
-    """A tokenizer of bytes that knows the templates' special tokens, with one of the templates."""
+    """Return a function that pairs a template with a byte tokenizer that has the special tokens of all templates."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "bos_token": "<|bos|>"})
 
@@ -51,24 +51,24 @@ def encode(encoder: ChatTokenizer, record: dict, form: str = "messages", **field
 
 
 def trained(encoder: ChatTokenizer, record: dict, form: str = "messages") -> list[str]:
-    """The texts of the supervised runs."""
+    """Return the text of each supervised run of tokens."""
     outcome = encode(encoder, record, form)
     runs = itertools.groupby(zip(outcome.loss_mask, outcome.tokens, strict=True), key=lambda pair: pair[0])
     return [encoder.tokenizer.decode([token for _, token in run]) for is_supervised, run in runs if is_supervised]
 
 
-def said(*pairs: str) -> list[dict]:
+def turns_of(*pairs: str) -> list[dict]:
     return [{"role": role, "content": content} for role, content in zip(pairs[::2], pairs[1::2], strict=True)]
 
 
-SYSTEM = said("system", "Be short. système")
-TWO = said("user", "hi €", "assistant", "hé €", "user", "and\n\nthen?", "assistant", "B c.\n\n- d")
+SYSTEM = turns_of("system", "Be short. système")
+TWO = turns_of("user", "hi €", "assistant", "hé €", "user", "and\n\nthen?", "assistant", "B c.\n\n- d")
 WEATHER = {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}}
 CALL = {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}
 TOOLS = [
-    *said("user", "weather?"),
+    *turns_of("user", "weather?"),
     {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-    *said("tool", '{"sky": "grey"}', "assistant", "Grey.", "user", "thanks", "assistant", "Welcome."),
+    *turns_of("tool", '{"sky": "grey"}', "assistant", "Grey.", "user", "thanks", "assistant", "Welcome."),
 ]
 SHAREGPT = {"messages": "conversations", "user": "human", "assistant": "gpt", "system": "system"}
 FORMS = {
@@ -93,7 +93,7 @@ def form_of(record: dict) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", END)
-def test_the_assistants_texts_and_their_ends(make, name, form):
+def test_assistant_texts_and_their_ends_are_trained(make, name, form):
     record, answers = FORMS[form]
     thought = NO_THOUGHT if name == "qwen_like" else ""
     expected = [answer + END[name] for answer in answers[:-1]] + [thought + answers[-1] + END[name]]
@@ -101,7 +101,7 @@ def test_the_assistants_texts_and_their_ends(make, name, form):
 
 
 @pytest.mark.parametrize("name", END)
-def test_the_last_turn_alone(make, name):
+def test_only_the_last_turn(make, name):
     assert trained(make(name, "last"), {"messages": TWO}) == [
         (NO_THOUGHT if name == "qwen_like" else "") + "B c.\n\n- d" + END[name]
     ]
@@ -114,9 +114,9 @@ def test_calls_are_trained_and_results_never(make, name, form):
         record = {"messages": TOOLS, "tools": [{"type": "function", "function": WEATHER}]}
     else:
         roles = {"user": "human", "assistant": "gpt", "tool": "observation"}
-        said_so = [{"from": roles[t["role"]], "value": t["content"]} for t in TOOLS]
-        said_so[1] = {"from": "function_call", "value": json.dumps(CALL)}
-        record = {"conversations": said_so, "tools": json.dumps([WEATHER])}
+        turns = [{"from": roles[t["role"]], "value": t["content"]} for t in TOOLS]
+        turns[1] = {"from": "function_call", "value": json.dumps(CALL)}
+        record = {"conversations": turns, "tools": json.dumps([WEATHER])}
     arguments = '{"city": "Zürich", "days": 2}'
     call = {
         "llama_like": f'{{"name": "weather", "parameters": {arguments}}}',
@@ -133,28 +133,28 @@ def test_calls_are_trained_and_results_never(make, name, form):
 
 
 def test_several_results_in_one_turn_of_the_template(make):
-    """Qwen's template joins them, so that no prefix of the chat is rendered like the whole."""
-    turns = [*TOOLS[:2], *said("tool", "one", "tool", "two", "assistant", "Both.")]
+    """Qwen's template joins them, so no prefix of the chat is rendered as in the complete chat."""
+    turns = [*TOOLS[:2], *turns_of("tool", "one", "tool", "two", "assistant", "Both.")]
     record = {"messages": turns, "tools": [{"type": "function", "function": WEATHER}]}
     assert trained(make("qwen_like"), record)[-1] == NO_THOUGHT + "Both.<|im_end|>"
     assert "one" not in "".join(trained(make("qwen_like", "all"), record))
 
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content"])
-def test_reasoning_that_the_template_drops_is_neither_trained_nor_missed(make, field):
+def test_reasoning_that_the_template_drops_is_not_trained_and_not_an_error(make, field):
     def thinking(thought, words):
         if field == "content":
             return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{words}"}
         return {"role": "assistant", "content": words, "reasoning_content": thought}
 
-    turns = [*said("user", "a"), thinking("old", "first"), *said("user", "b"), thinking("new", "second")]
+    turns = [*turns_of("user", "a"), thinking("old", "first"), *turns_of("user", "b"), thinking("new", "second")]
     assert trained(make("qwen_like"), {"messages": turns}) == [
         "first<|im_end|>", "<think>\nnew\n</think>\n\nsecond<|im_end|>"
     ]  # fmt: skip
 
 
 def test_marked_spans_get_their_end_of_turn(make):
-    """Many templates close the generation block before the end of turn; without it a model learns to go on for ever."""
+    """Many templates close the generation block before the end of turn. A model trained like that never stops."""
     short = template("chatml_tools").replace(
         "{{- '<|im_end|>' -}}\n{%- endgeneration -%}\n{{- '\\n' -}}", "{%- endgeneration -%}\n{{- '<|im_end|>\\n' -}}"
     )
@@ -175,118 +175,118 @@ def test_markers_that_do_not_match_the_turns_are_refused(make):
     twice = template("chatml_tools").replace(
         "{{- message.content -}}\n{%- for", "{{- message.content -}}{%- endgeneration -%}{%- generation -%}\n{%- for"
     )
-    with pytest.raises(InvalidRecord, match="marks 4 generations, but the chat has 2 turns of the assistant"):
+    with pytest.raises(InvalidRecord, match="marks 4 generations, but the chat has 2 assistant turns"):
         trained(make(twice), {"messages": TWO})
 
 
 @pytest.mark.parametrize(
-    ("change", "record", "said_so"),
+    ("change", "record", "message"),
     [
-        (("message['role']", "'user'"), {"messages": TWO}, None),  # other words for the roles are its own affair
-        (("'system'", "'nobody'"), {"messages": SYSTEM + TWO}, "turn 1 (system): the chat template leaves"),
-        (("'user'", "'human'"), {"messages": TWO}, "turn 1 (user): the chat template leaves out its content"),
-        (("{{- content -}}", ""), {"messages": TWO}, "turn 2 (assistant): the chat template leaves"),
-        (("{{- content -}}", "{{- content[:1] -}}"), {"messages": TWO}, "turn 2 (assistant): the chat template leaves"),
+        (("message['role']", "'user'"), {"messages": TWO}, None),  # a template may rename roles
+        (("'system'", "'nobody'"), {"messages": SYSTEM + TWO}, "turn 1 (system): the chat template omits"),
+        (("'user'", "'human'"), {"messages": TWO}, "turn 1 (user): the chat template omits its content"),
+        (("{{- content -}}", ""), {"messages": TWO}, "turn 2 (assistant): the chat template omits"),
+        (("{{- content -}}", "{{- content[:1] -}}"), {"messages": TWO}, "turn 2 (assistant): the chat template omits"),
     ],
 )  # fmt: skip
-def test_a_template_that_drops_content_is_refused(make, change, record, said_so):
+def test_a_template_that_drops_content_is_refused(make, change, record, message):
     changed = make(template("qwen_like").replace(*change))
-    if said_so is None:
+    if message is None:
         assert trained(changed, record)
     else:
         with pytest.raises(InvalidRecord) as caught:
             trained(changed, record)
-        assert str(caught.value).startswith(said_so)
+        assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("record", "said_so"),
+    ("record", "message"),
     [
         (
             {"messages": TOOLS, "tools": [WEATHER]},
-            "tools: the chat template leaves out the tools; name one that shows it",
+            "tools: the chat template omits the tools; set data.chat_template to one that renders it",
         ),
-        ({"messages": TOOLS}, "turn 2 (assistant): the chat template leaves out its call of 'weather'; name one"),
+        ({"messages": TOOLS}, "turn 2 (assistant): the chat template omits its call of 'weather'; set data.chat"),
     ],
 )
-def test_a_template_without_tools_is_refused_for_calls(make, record, said_so):
+def test_a_template_without_tools_is_refused_for_calls(make, record, message):
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     with pytest.raises(InvalidRecord) as caught:
         trained(make(plain + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"), record)
-    assert str(caught.value).startswith(said_so)
+    assert str(caught.value).startswith(message)
 
 
-def test_reasoning_that_the_template_does_not_know_is_not_lost_in_silence(make):
-    turns = [*said("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
-    with pytest.raises(InvalidRecord, match=r"turn 2 .assistant.: the chat template leaves out its reasoning_content"):
+def test_reasoning_that_the_template_does_not_know_is_not_lost_silently(make):
+    turns = [*turns_of("user", "a"), {"role": "assistant", "content": "b", "reasoning_content": "because"}]
+    with pytest.raises(InvalidRecord, match=r"turn 2 .assistant.: the chat template omits its reasoning_content"):
         trained(make("llama_like"), {"messages": turns})
 
 
 @pytest.mark.parametrize(
-    ("turns", "said_so"),
+    ("turns", "message"),
     [
-        (said("user", "a", "assistant", "b", "assistant", "c"), "Turns of user and assistant must alternate"),
-        (said("user", "a", "system", "b", "assistant", "c"), "A system turn must come first"),
+        (turns_of("user", "a", "assistant", "b", "assistant", "c"), "Turns of user and assistant must alternate"),
+        (turns_of("user", "a", "system", "b", "assistant", "c"), "A system turn must come first"),
     ],
 )
-def test_what_the_template_forbids(make, turns, said_so):
-    with pytest.raises(InvalidRecord, match=f"the chat template refuses this chat: {said_so}"):
+def test_chats_that_the_template_rejects(make, turns, message):
+    with pytest.raises(InvalidRecord, match=f"the chat template rejects this chat: {message}"):
         trained(make("llama_like"), {"messages": turns})
 
 
-def test_no_template_is_an_error_of_the_recipe(make):
+def test_a_missing_template_is_a_user_error(make):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="the tokenizer has no chat template: name an instruction-tuned model, or a"):
+    with pytest.raises(UserError, match="the tokenizer has no chat template; use an instruction-tuned model, or set"):
         ChatTokenizer(tokenizer, "assistant").encode([row_formats.Chat(TWO)])
 
 
-def test_the_date_of_a_template_stands_still(make):
+def test_the_date_of_a_template_is_fixed(make):
     outcome = encode(make("llama_like"), {"messages": TWO})
     assert "Today: 26 Jul 2024" in make("llama_like").tokenizer.decode(outcome.tokens)
 
 
-def test_a_text_is_trained_whole_with_its_end(make):
+def test_all_tokens_of_a_text_and_its_end_are_trained(make):
     outcome = encode(make("qwen_like"), {"text": "plain é"}, "text")
     assert make("qwen_like").tokenizer.decode(outcome.tokens) == "plain é<|end|>" and outcome.loss_mask.all()
 
 
 @pytest.mark.parametrize("content", ["\n\nled by lines", "ends with lines  \n\n", " a"])
-def test_no_token_reaches_over_the_edge_of_a_turn(content):
-    """A tokenizer with merges may join the template's line break with the answer's own, which no prompt ever does."""
+def test_no_token_crosses_the_edge_of_a_turn(content):
+    """A tokenizer with merges may join the line breaks of template and answer. No prompt contains such a token."""
     if not SMOLLM2.is_dir():
         pytest.skip("needs a tokenizer with merges: make smollm2")
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    turns = said("user", "q", "assistant", content)
+    turns = turns_of("user", "q", "assistant", content)
     encoder = ChatTokenizer(tokenizer, "assistant")
     assert trained(encoder, {"messages": turns}) == [content + "<|im_end|>"]
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
     assert encode(encoder, {"messages": turns}).tokens[: len(prompt)].tolist() == prompt, "as at generation"
 
 
-def test_an_edge_inside_a_token_is_cut(make):
-    """A template whose answers follow a blank, with a tokenizer that joins the blank to the next word."""
+def test_a_token_that_crosses_an_edge_is_divided(make):
+    """The answer follows a space in the template, and the tokenizer joins that space to the next word."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.add_tokens(["ANT: ab", "c\n"])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}" + (
         "{{ 'ASSISTANT: ' if add_generation_prompt }}"
     )
     encoder = ChatTokenizer(tokenizer, "assistant")
-    assert tokenizer.decode(encode(encoder, {"messages": said("user", "q", "assistant", "abc")}).tokens) == (
+    assert tokenizer.decode(encode(encoder, {"messages": turns_of("user", "q", "assistant", "abc")}).tokens) == (
         "USER: q\nASSISTANT: abc\n"
     )
-    assert trained(encoder, {"messages": said("user", "q", "assistant", "abc")}) == ["abc"]
+    assert trained(encoder, {"messages": turns_of("user", "q", "assistant", "abc")}) == ["abc"]
 
 
 HEADLESS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def test_a_template_that_does_not_know_how_to_ask_trains_no_heads(make):
+def test_a_template_without_a_generation_prompt_trains_no_heads(make):
     assert trained(make(HEADLESS), {"messages": TWO}) == ["hé €<|im_end|>", "B c.\n\n- d<|im_end|>"]
 
 
-def test_an_answer_without_a_head_of_its_own_begins_behind_the_question(make):
-    """In the manner of Mistral: nothing but a blank between the question's end and the answer."""
+def test_an_answer_without_a_head_begins_after_the_question(make):
+    """Mistral's templates write only a space between the question's end and the answer."""
     mistral = (
         "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content }}"
         + ("{{ eos_token if m.role == 'assistant' }}{% endfor %}")
@@ -298,7 +298,7 @@ def test_an_answer_without_a_head_of_its_own_begins_behind_the_question(make):
     "ending",
     ["{{ m.content }}\n{{ eos_token }}", "{{ m.content }} {{ eos_token }}", "{{ m.content }}{{ eos_token }}\n"],
 )
-def test_the_end_of_text_is_trained_behind_blanks_too(make, ending):
+def test_the_end_of_text_is_trained_after_spaces_too(make, ending):
     answer = f"{{% generation %}}{ending.replace('{{ eos_token }}', '{% endgeneration %}{{ eos_token }}', 1)}"
     marked = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + (
         answer + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -307,7 +307,7 @@ def test_the_end_of_text_is_trained_behind_blanks_too(make, ending):
         assert found.startswith(text) and found.endswith("<|end|>") and found.count("<|") == 1
 
 
-def test_an_end_that_the_last_turn_does_not_have_is_trained_where_it_is(make):
+def test_an_end_that_only_the_last_turn_lacks_is_trained_elsewhere(make):
     ask = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
     between = HEADLESS.replace("<|im_end|>\n", "{{ eos_token if not loop.last }}") + ask
     assert trained(make(between), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
@@ -315,7 +315,7 @@ def test_an_end_that_the_last_turn_does_not_have_is_trained_where_it_is(make):
     assert trained(make(broken), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
 
 
-def test_the_head_of_the_next_turn_is_no_end_of_this_one(make):
+def test_the_head_of_the_next_turn_is_not_an_end_of_turn(make):
     without = HEADLESS.replace("<|im_end|>\n", "") + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
     assert trained(make(without), {"messages": TWO}) == ["hé €", "B c.\n\n- d"]
 
@@ -327,22 +327,22 @@ def test_the_head_of_the_next_turn_is_no_end_of_this_one(make):
         ("m.content.split('</think>')[-1]", "<think>\nwhy\n</think>\n\nyes"),
     ],
 )
-def test_a_part_of_the_last_answer_is_not_left_out_in_silence(make, change, answer):
-    """Templates in the manner of DeepSeek R1 take the reasoning out of every turn, the trained one as well."""
+def test_a_part_of_the_last_answer_is_not_omitted_silently(make, change, answer):
+    """Templates like that of DeepSeek R1 remove the reasoning from every turn, including the trained one."""
     changed = make(HEADLESS.replace("{{ m.content }}", f"{{{{ {change} }}}}"))
-    reason = r"turn 2 .assistant.: the chat template leaves out its content or a part of it"
+    reason = r"turn 2 .assistant.: the chat template omits its content or a part of it"
     with pytest.raises(InvalidRecord, match=reason):
-        trained(changed, {"messages": said("user", "q", "assistant", answer)})
+        trained(changed, {"messages": turns_of("user", "q", "assistant", answer)})
 
 
-def test_a_clock_that_cannot_be_stopped_is_refused(make):
-    with pytest.raises(UserError, match="reads the clock with a format that it computes"):
+def test_a_date_that_cannot_be_fixed_is_refused(make):
+    with pytest.raises(UserError, match="the template computes the format of its date"):
         trained(make("{% set f = '%d' %}{{ strftime_now(f) }}" + HEADLESS), {"messages": TWO})
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_a_tokenizer_that_joins_the_blank_to_the_word_behind_it(scheme):
-    """In the manner of Llama 2, with an answer that begins behind a blank of the template's."""
+def test_a_tokenizer_that_joins_a_space_to_the_next_word(scheme):
+    """Llama 2's tokenizer does this, and its template writes a space before the answer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -357,13 +357,15 @@ def test_a_tokenizer_that_joins_the_blank_to_the_word_behind_it(scheme):
         "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }} "
         "{% endfor %}{{ 'ASSISTANT: ' if add_generation_prompt }}"
     )
-    record = {"messages": said("user", "what is", "assistant", "the sky", "user", "the colour", "assistant", "blue")}
+    record = {
+        "messages": turns_of("user", "what is", "assistant", "the sky", "user", "the colour", "assistant", "blue")
+    }
     outcome = encode(ChatTokenizer(tokenizer, "assistant"), record)
     whole = tokenizer.apply_chat_template(record["messages"], tokenize=False)
     if scheme == "never":
         assert tokenizer.decode(outcome.tokens) == tokenizer.decode(tokenizer(whole)["input_ids"])
     else:
-        assert outcome.tokens.tolist() == tokenizer(whole)["input_ids"], "no blank that is not in the text"
+        assert outcome.tokens.tolist() == tokenizer(whole)["input_ids"], "no space is added to the text"
     found = [run.strip() for run in trained(ChatTokenizer(tokenizer, "assistant"), record)]
     assert found == ["the sky</s>", "blue</s>"]
 

@@ -1,4 +1,4 @@
-"""Guards the order of rows: each once an epoch, the same on any number of ranks."""
+"""Guards the order of rows: each row once per epoch, in the same order on any number of ranks."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from gearbox.errors import UserError
 
 @settings(deadline=None)
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
-def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
+def test_an_epoch_has_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
     lengths = np.arange(num_rows) * 7 % 11 if by_length else None
     order = Sampler([num_rows], rows_per_step, seed, lengths=lengths)
     num_steps = -(-2 * num_rows // rows_per_step)
@@ -35,7 +35,7 @@ def test_an_epoch_holds_every_row_once_on_any_ranks_and_micro_batches(num_rows, 
     assert len(hashes) == 1
 
 
-def test_epochs_and_seeds_have_other_permutations():
+def test_epochs_and_seeds_have_different_permutations():
     epochs = [[Sampler([50], 1, seed).row(epoch * 50 + i) for i in range(50)] for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(map(tuple, epochs))) == 4
 
@@ -49,7 +49,7 @@ def test_the_rows_of_a_step_depend_on_nothing_before_it(shares):
 
 
 @given(st.lists(st.floats(0.05, 10), min_size=2, max_size=4))
-def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(weights):
+def test_weighted_sources_keep_their_share_and_have_separate_epochs(weights):
     sizes = [7, 30, 4, 11][: len(weights)]
     order = Sampler(sizes, 10, 0, weights)
     rows = [order.row(position) for position in range(SLOTS)]
@@ -63,8 +63,8 @@ def test_weighted_sources_have_their_share_all_along_and_each_its_own_epochs(wei
             assert len({*of_group[epoch * sizes[group] : (epoch + 1) * sizes[group]]}) == sizes[group]
 
 
-def test_a_weight_that_would_never_be_used_is_refused():
-    with pytest.raises(UserError, match="leave a source less than one row in 1,000"):
+def test_a_weight_below_one_row_per_cycle_is_refused():
+    with pytest.raises(UserError, match="give a source less than one row in 1,000"):
         Sampler([5, 5], 2, 0, [1e-6, 1.0])
 
 

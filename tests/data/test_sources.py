@@ -1,4 +1,4 @@
-"""Guards what is read: every kind of file, and every kind of mistake in one."""
+"""Guards the readers: every kind of file, and every kind of mistake in a file."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 def write(folder: Path, kind: str) -> Path:
-    """Two texts, 'one é' and 'two', in each of the ways."""
+    """Write two texts, 'one é' and 'two', as this kind of source."""
     folder.mkdir(exist_ok=True)
     path, records = folder / f"a.{kind}", [{"text": "one é", "id": 1}, {"text": "two", "id": 2}]
     if kind == "json":
@@ -60,7 +60,7 @@ def test_every_kind_of_source(tokenizer, tmp_path, kind):
     assert found.summaries[0].unused == ([] if "txt" in kind else ["id"])
 
 
-def test_places_are_lines_of_the_file(tokenizer, tmp_path):
+def test_locations_are_lines_of_the_file(tokenizer, tmp_path):
     lines = {"jsonl": [1, 3], "json": [3, 7], "csv": [2, 3], "txt": [3, 7], "parquet": [1, 2]}
     for kind, numbers in lines.items():
         path = write(tmp_path / kind, kind)
@@ -84,14 +84,14 @@ def test_folders_and_globs(tokenizer, tmp_path):
     assert texts(tokenizer, read(tokenizer, tmp_path / "in/**/*.jsonl")) == ["a/1.jsonl<|end|>", "b/2.jsonl<|end|>"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        UserError, match=r"holds no data; a file must end in one of \.jsonl \.json \.parquet \.csv \.txt"
+        UserError, match=r"contains no data; a file must end in one of \.jsonl \.json \.parquet \.csv \.txt"
     ):
         read(tokenizer, tmp_path / "empty")
     with pytest.raises(UserError, match=r"README\.md: the file must end in one of"):
         read(tokenizer, tmp_path / "in/a/README.md")
 
 
-def test_what_a_folder_holds_is_read_once_and_nothing_in_it_passed_over_in_silence(tokenizer, tmp_path):
+def test_a_folder_is_read_once_and_nothing_is_skipped_silently(tokenizer, tmp_path):
     inside = tmp_path / "in"
     (inside / "sub").mkdir(parents=True)
     (inside / ".checkpoints").mkdir()
@@ -100,13 +100,13 @@ def test_what_a_folder_holds_is_read_once_and_nothing_in_it_passed_over_in_silen
     for path in (inside, inside / "**", f"[{{path: {inside}}}]"):
         assert texts(tokenizer, read(tokenizer, path)) == ["a.jsonl<|end|>", "sub/b.JSONL<|end|>"]
     twice = f"[{{path: {inside}}}, {{path: {inside}}}]"
-    assert len(read(tokenizer, twice)) == 4, "what is asked for twice is read twice"
+    assert len(read(tokenizer, twice)) == 4, "a source that is listed twice is read twice"
     (inside / "c.jsonl.gz").write_bytes(b"")
-    with pytest.raises(UserError, match=r"c\.jsonl\.gz cannot be read as it is; unpack it"):
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz cannot be read directly; unpack it"):
         read(tokenizer, inside)
     (inside / "c.jsonl.gz").unlink()
     (inside / "link").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="in/link is a link to a folder, which is not followed"):
+    with pytest.raises(UserError, match="in/link is a symlink to a folder and is not followed"):
         read(tokenizer, inside)
     (inside / "link").unlink()
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(inside / "saved"))
@@ -114,21 +114,21 @@ def test_what_a_folder_holds_is_read_once_and_nothing_in_it_passed_over_in_silen
         read(tokenizer, inside)
 
 
-def test_a_dataset_is_known_by_its_content_even_if_datasets_would_hold_it_in_memory(tokenizer, tmp_path, monkeypatch):
+def test_a_dataset_is_identified_by_content_even_if_it_would_be_loaded_into_memory(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 10**9)
     for text in ("alpha", "omega"):
         datasets.Dataset.from_list([{"text": text}]).save_to_disk(str(tmp_path / text))
         assert texts(tokenizer, read(tokenizer, tmp_path / text)) == [f"{text}<|end|>"]
 
 
-def test_a_split_that_is_not_there(tokenizer, tmp_path):
+def test_a_missing_split(tokenizer, tmp_path):
     with pytest.raises(UserError, match="has no split 'validation'; it has train, test"):
         read(tokenizer, write(tmp_path, "saved with splits"), "data.split=validation")
 
 
-def test_a_hub_dataset_out_of_reach(tokenizer):
+def test_a_hub_dataset_that_cannot_be_loaded(tokenizer):
     with pytest.raises(
-        UserError, match="is no file or folder here, and as a dataset of the hub it cannot be read: "
+        UserError, match="is not a local file or folder and could not be loaded from the Hub: "
     ) as caught:
         read(tokenizer, "nobody/nothing")
     assert "\n" not in str(caught.value)
@@ -170,8 +170,8 @@ def test_a_document_of_50_mb(tokenizer, tmp_path, kind):
     if kind == "csv":
         assert "field larger than field limit" in str(caught.value)
     else:
-        assert "MiB, more than the 16 MiB that one may have; cut it into several" in str(caught.value)
-    if kind in ("jsonl", "txt"):  # behind it, the next line begins where it ends
+        assert "MiB, more than the limit of 16 MiB; split it" in str(caught.value)
+    if kind in ("jsonl", "txt"):  # reading continues at the next line
         assert texts(tokenizer, read(tokenizer, path, "data.on_bad_row=skip")) == ["ok<|end|>"]
 
 
@@ -192,7 +192,7 @@ def test_an_empty_file(tokenizer, tmp_path, kind, content):
     assert str(caught.value) == f"{path}:1: the file is empty"
 
 
-def test_one_empty_file_among_others_is_said_or_counted(tokenizer, tmp_path):
+def test_one_empty_file_among_others_is_reported_or_counted(tokenizer, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(UserError, match=r"b\.jsonl:1: the file is empty"):
@@ -204,52 +204,52 @@ def test_one_empty_file_among_others_is_said_or_counted(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "what is it,a thing\nand that,another\n",
-            ":1: the header: the fields 'what is it', 'a thing' are of no known form",
+            ":1: the header: the fields 'what is it', 'a thing' match no known format",
         ),
-        ("text,text\na,b\n", ":1: the header names a column twice: text, text"),
-        ("text,id\na,1\nb\n", ":3: has 1 cells, the header 2"),
+        ("text,text\na,b\n", ":1: the header repeats a column: text, text"),
+        ("text,id\na,1\nb\n", ":3: has 1 cells, but the header has 2"),
         ('text\n"a\nb', ":3: is not CSV: unexpected end of data"),
         ("instruction,output\nq,\n", ":2: output: is empty"),
     ],
 )
-def test_csv_that_is_none(tokenizer, tmp_path, text, said):
+def test_text_that_is_not_csv(tokenizer, tmp_path, text, message):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(UserError) as caught:
         read(tokenizer, tmp_path / "a.csv")
-    assert str(caught.value).startswith(f"{tmp_path}/a.csv{said}")
+    assert str(caught.value).startswith(f"{tmp_path}/a.csv{message}")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('[{"text": "a"},\n{"text": }]', ":2: is not JSON: Expecting value"),
         ('[{"text": "a"},\n{"text": "b"}', ":2: is not JSON: expecting ',' or ']', found the end of the file"),
         ('[{"text": "a"}\n{"text": "b"}]', ":2: is not JSON: expecting ',' or ']'"),
-        ('[{"text": "a"}]\n[]', ":2: is not JSON: there is more behind the list"),
+        ('[{"text": "a"}]\n[]', ":2: is not JSON: there is more data after the list"),
         ("[1,", ":1: is not JSON: Expecting value"),
         ("[1]", ":1: must be an object with fields, found a number"),
-        ('{"train": [{"text": "a"}]}', ":1: the fields 'train' are of no known form"),
+        ('{"train": [{"text": "a"}]}', ":1: the fields 'train' match no known format"),
         (
             '{\n "train": [{"text": "a"}]\n}',
-            ":1: is an object over several lines; write a list of documents, or one a line",
+            ":1: is an object that spans several lines; write a list of documents, or one document per line",
         ),
         ('[{"text": ' + "1" * 5000 + "}]", ":1: is not JSON: Exceeds the limit"),
-        ('"text"', ":1: must be an object with fields, found the text 'text'"),
+        ('"text"', ":1: must be an object with fields, found the string 'text'"),
     ],
 )
-def test_json_that_is_no_list(tokenizer, tmp_path, text, said):
+def test_json_that_is_not_a_list(tokenizer, tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError) as caught:
         read(tokenizer, tmp_path / "a.json")
-    assert str(caught.value).startswith(f"{tmp_path}/a.json{said}")
+    assert str(caught.value).startswith(f"{tmp_path}/a.json{message}")
 
 
 def test_a_json_list_is_read_through_a_window(tmp_path, monkeypatch):
-    """Elements that lie across the edge of what is read at once, of every kind."""
+    """Elements of every kind cross the edge of the window."""
     elements = [{"text": "é" * n, "n": 10**n % 9973} for n in range(40)] + [12345, -1.5e-7, 'a\\"b', None, [], {}]
     path = tmp_path / "a.json"
     path.write_text("\n".join(json.dumps(elements, ensure_ascii=False).split(" ")), encoding="utf-8")
@@ -262,7 +262,7 @@ def test_a_json_list_is_read_through_a_window(tmp_path, monkeypatch):
         assert all(lines[record.number - 1].lstrip("[")[:1] in '{1-"n]' for record in records)
 
 
-def test_a_mistake_far_from_the_end_of_a_json_list_is_no_matter_of_size(tokenizer, tmp_path, monkeypatch):
+def test_a_mistake_far_from_the_end_of_a_json_list_is_not_reported_as_size(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 2000)
     monkeypatch.setattr(sources, "READ_BYTES", 100)
     rows = [json.dumps({"text": "x" * 300})] * 60
@@ -280,7 +280,9 @@ def test_a_document_of_50_mb_in_parquet(tokenizer, tmp_path):
     pq.write_table(
         pa.Table.from_pylist([{"text": "a"}, {"text": "lorem " * (50 * 2**20 // 6)}]), tmp_path / "a.parquet"
     )
-    with pytest.raises(UserError, match=r"a\.parquet, row 2: text: has 52,428,798 letters, more than the 16,777,216"):
+    with pytest.raises(
+        UserError, match=r"a\.parquet, row 2: text: has 52,428,798 characters, more than the limit of 16,777,216"
+    ):
         read(tokenizer, tmp_path / "a.parquet")
 
 
@@ -290,13 +292,13 @@ def test_files_that_cannot_be_opened(tokenizer, tmp_path):
         read(tokenizer, tmp_path / "*.jsonl")
 
 
-def test_parquet_that_is_none(tokenizer, tmp_path):
+def test_a_file_that_is_not_parquet(tokenizer, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"a\.parquet: cannot be read as Parquet: ArrowInvalid"):
         read(tokenizer, tmp_path / "a.parquet")
 
 
-def test_a_line_of_jsonl_may_hold_any_unicode(tokenizer, tmp_path):
+def test_a_line_of_jsonl_may_contain_any_unicode(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert texts(tokenizer, read(tokenizer, tmp_path / "a.jsonl")) == ["a\u2028b\x85c<|end|>"]
 

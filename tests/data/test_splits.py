@@ -1,4 +1,4 @@
-"""Guards what becomes of documents: trained, held out or dropped with a reason; no copy is on both sides."""
+"""Guards splits: a document is trained, held out or dropped with a reason, and no copy is on both sides."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -9,7 +9,7 @@ from gearbox.reporting import plan
 from support.corpora import BYE, GOOD, HI, add_up, arranged, jsonl, read, recipe_of
 
 
-def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
+def test_sources_with_weights_and_field_names(tokenizer, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "yes"} for i in range(40)])
     jsonl(tmp_path / "b.jsonl", [{"text": f"text {i}"} for i in range(40)])
     path = (
@@ -21,7 +21,7 @@ def test_sources_with_weights_and_fields_of_their_own(tokenizer, tmp_path):
     first = prepared.training.group_sizes[0]
     rows = [row for step in range(50) for row in prepared.sampler.rows_of_step(step)]
     assert sum(row < first for row in rows) == 300 == 0.75 * len(rows)
-    assert "75.0% of a step from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["rows"]
+    assert "75.0% of each batch from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["packed rows"]
 
 
 @pytest.mark.parametrize(("length", "num_steps"), [("train.steps=7", 7), ("train.epochs=2.5", 32)])
@@ -54,11 +54,11 @@ def test_long_documents(tokenizer, tmp_path, long, trained, reason):
     assert (prepared.num_truncated, prepared.num_split) == {"truncate": (1, 0), "split": (0, 2), "drop": (0, 0)}[long]
     total = prepared.training.targets.sum()
     assert total == {"truncate": 2 + 28 + 2, "drop": 2 + 2, "split": 2 + 2 + 41 + 2 - 1}[long], (
-        "a piece begins untrained"
+        "the first token of a piece is not a target"
     )
 
 
-def test_auto_cuts_chats_and_splits_text(tokenizer, tmp_path):
+def test_auto_truncates_chats_and_splits_text(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}])
     jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "x" * 100}])
     _, prepared = arranged(tokenizer, f"{tmp_path}/*.jsonl", "batch.row_tokens=32")
@@ -67,7 +67,7 @@ def test_auto_cuts_chats_and_splits_text(tokenizer, tmp_path):
     assert path.exists()
 
 
-def test_nothing_to_train_on_says_why(tokenizer, tmp_path):
+def test_nothing_to_train_on_is_explained(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"instruction": "a" * 50, "output": "b"}] * 3)
     with pytest.raises(UserError) as caught:
         arranged(tokenizer, path, "batch.row_tokens=32")
@@ -76,11 +76,11 @@ def test_nothing_to_train_on_says_why(tokenizer, tmp_path):
         "supervised token before the cut)"
     )
     (tmp_path / "b.jsonl").write_text("{\n{\n")
-    with pytest.raises(UserError, match=r"none of the 2 rows of .*b\.jsonl can be used; .*b\.jsonl:1: is not JSON"):
+    with pytest.raises(UserError, match=r"none of the 2 rows in .*b\.jsonl can be used; .*b\.jsonl:1: is not JSON"):
         read(tokenizer, tmp_path / "b.jsonl", "data.on_bad_row=skip")
 
 
-def test_no_copy_of_a_held_out_document_is_trained_on_in_whatever_order(tokenizer, tmp_path):
+def test_no_copy_of_a_held_out_document_is_trained_on_in_any_order(tokenizer, tmp_path):
     records = [{"text": f"document {i % 60}"} for i in range(180)]
     splits = []
     for name, order in (("a", records), ("b", records[::-1])):
@@ -96,7 +96,7 @@ def test_no_copy_of_a_held_out_document_is_trained_on_in_whatever_order(tokenize
     assert splits[0] == splits[1]
 
 
-def test_documents_that_differ_behind_the_cut_alone_are_copies(tokenizer, tmp_path):
+def test_documents_that_differ_only_after_truncation_are_copies(tokenizer, tmp_path):
     records = [{"instruction": f"q{i // 10}", "output": "x" * 30 + str(i)} for i in range(400)]
     path = jsonl(tmp_path / "a.jsonl", records)
     for row_tokens, copies in ((32, 360), (64, 0)):
@@ -109,7 +109,7 @@ def test_documents_that_differ_behind_the_cut_alone_are_copies(tokenizer, tmp_pa
         assert prepared.num_duplicates == copies
 
 
-def test_evaluation_on_a_file_of_its_own(tokenizer, tmp_path):
+def test_evaluation_on_a_separate_file(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"instruction": f"q{i}", "output": "a"} for i in range(20)])
     other = jsonl(tmp_path / "b.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in (3, 4, 99)])
     found, prepared = arranged(tokenizer, path, f"eval.path={other}")
@@ -117,11 +117,11 @@ def test_evaluation_on_a_file_of_its_own(tokenizer, tmp_path):
     assert [(e.location, e.reason) for e in prepared.dropped] == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
     add_up(prepared)
     assert {sample.question for sample in prepared.samples} <= {"q3", "q4", "q99"} and prepared.samples
-    told = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
-    assert told == "20 read = 18 trained + 0 held out + 2 dropped (2 also in eval.path); evaluated on 3 of eval.path"
+    line = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
+    assert line == "20 read = 18 trained + 0 held out + 2 dropped (2 also in eval.path); evaluation: 3 from eval.path"
 
 
-def test_what_is_not_evaluated_on_is_told_too(tokenizer, tmp_path):
+def test_records_that_are_not_evaluated_are_counted(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"instruction": f"q{i}", "output": "a"} for i in range(20)])
     rows = [
         {"instruction": "e1", "output": "a"},
@@ -132,16 +132,16 @@ def test_what_is_not_evaluated_on_is_told_too(tokenizer, tmp_path):
     settings = (f"eval.path={other}", "data.on_bad_row=skip", "batch.row_tokens=32")
     found, prepared = arranged(tokenizer, path, *settings)
     assert [entry.location for entry in prepared.dropped_of_evaluation] == [f"{other}:2", f"{other}:3"]
-    told = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
-    assert told.endswith(
-        "evaluated on 1 of eval.path, 2 dropped (1 output: is empty; 1 no supervised token before the cut)"
+    line = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
+    assert line.endswith(
+        "evaluation: 1 from eval.path, 2 dropped (1 output: is empty; 1 no supervised token before the cut)"
     )
     jsonl(other, rows[2:])
     with pytest.raises(UserError, match=r"eval.path: .* leaves nothing to evaluate on: 1 dropped"):
         arranged(tokenizer, path, *settings)
 
 
-def test_documents_that_begin_alike_and_are_split_are_no_copies(tokenizer, tmp_path):
+def test_split_documents_with_the_same_beginning_are_not_copies(tokenizer, tmp_path):
     rows = [{"instruction": "x" * 100, "output": f"answer {i}"} for i in range(20)]
     path = jsonl(tmp_path / "a.jsonl", rows[1:])
     other = jsonl(tmp_path / "b.jsonl", rows[:1])
@@ -150,7 +150,7 @@ def test_documents_that_begin_alike_and_are_split_are_no_copies(tokenizer, tmp_p
 
 
 @pytest.mark.parametrize(("supervise", "asked"), [("assistant", ("hi", "hé €  \n")), ("last", ("b", "bye"))])
-def test_the_sample_of_a_long_chat_asks_for_what_is_trained(tokenizer, tmp_path, supervise, asked):
+def test_the_sample_of_a_long_chat_asks_for_a_trained_answer(tokenizer, tmp_path, supervise, asked):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": HI + BYE}, {"messages": BYE}])
     other = jsonl(tmp_path / "b.jsonl", [{"messages": HI + BYE}])
     _, prepared = arranged(tokenizer, path, f"eval.path={other}", f"data.supervise={supervise}")
@@ -159,7 +159,7 @@ def test_the_sample_of_a_long_chat_asks_for_what_is_trained(tokenizer, tmp_path,
     assert tokenizer.decode(sample.prompt).endswith(f"<|user|>{asked[0]}<|end|><|assistant|>")
 
 
-def test_samples_are_held_out_questions_with_the_prompt_that_was_trained(tokenizer, tmp_path):
+def test_samples_are_held_out_questions_with_the_trained_prompt(tokenizer, tmp_path):
     records = [{"instruction": f"q{i}", "output": f"a{i}"} for i in range(60)]
     _, prepared = arranged(tokenizer, jsonl(tmp_path / "a.jsonl", records * 2), "eval.fraction=0.3", "eval.samples=5")
     assert len({sample.question for sample in prepared.samples}) == 5

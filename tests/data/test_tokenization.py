@@ -1,4 +1,4 @@
-"""Guards the processes that tokenize: what they find is in the file's order, and none is left behind."""
+"""Guards the tokenizing processes: results keep the order of the file, and no process is left running."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from gearbox.errors import UserError
 from support.corpora import jsonl, read
 
 
-def test_the_first_bad_line_is_named_whatever_the_process_that_finds_it(tokenizer, tmp_path):
+def test_the_first_bad_line_is_reported_whichever_process_finds_it(tokenizer, tmp_path):
     lines = [json.dumps({"text": "x" * 2000})] * 900
     lines[600] = lines[150] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -37,14 +37,14 @@ def test_a_file_that_changes_while_it_is_read(tokenizer, tmp_path, cache, monkey
         return usual(self, documents)
 
     monkeypatch.setattr(loss_mask.ChatTokenizer, "encode", encode_slowly)
-    with pytest.raises(UserError, match=r"a\.jsonl: has changed while it was read; run again when it is complete"):
+    with pytest.raises(UserError, match=r"a\.jsonl: changed while it was being read; run again when it is complete"):
         read(tokenizer, path)
     assert not list(cache.glob("*[!k]"))
 
 
 @pytest.mark.cold
-def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
-    """Many set this variable to be rid of a warning; the processes of the pool then waited for ever."""
+def test_tokenizer_threads_do_not_hang_after_a_fork(tmp_path, cache):
+    """Users set TOKENIZERS_PARALLELISM to silence a warning. The pool's processes then waited forever."""
     jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 50} for i in range(300)])
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent), "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
@@ -53,7 +53,7 @@ def test_threads_of_the_tokenizer_do_not_meet_a_fork(tmp_path, cache):
 
 
 def start_on_a_large_file(tmp_path: Path, cache: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """src/preview.py while it tokenizes, and the processes that do it."""
+    """Return a running src/preview.py and its tokenizing processes."""
     jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache.parent)}
     command = [sys.executable, "src/preview.py", f"data.path={tmp_path}/a.jsonl"]
@@ -67,8 +67,8 @@ def start_on_a_large_file(tmp_path: Path, cache: Path) -> tuple[subprocess.Popen
 
 
 @pytest.mark.cold
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
-def test_no_process_survives_a_builder_that_is_killed_and_the_next_one_starts_anew(tokenizer, tmp_path, cache):
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core there is no pool")
+def test_a_killed_builder_leaves_no_process_and_the_next_builder_starts_over(tokenizer, tmp_path, cache):
     parent, workers = start_on_a_large_file(tmp_path, cache)
     parent.kill()
     parent.wait()
@@ -84,10 +84,10 @@ def test_no_process_survives_a_builder_that_is_killed_and_the_next_one_starts_an
 
 
 @pytest.mark.cold
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: tokenized by the process itself")
-def test_a_process_that_is_killed_for_memory_is_named(tmp_path, cache):
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core there is no pool")
+def test_a_process_that_is_killed_for_memory_is_reported(tmp_path, cache):
     parent, workers = start_on_a_large_file(tmp_path, cache)
     workers[0].kill()
-    said = parent.communicate()[1]
+    message = parent.communicate()[1]
     assert parent.returncode == 2
-    assert said.strip() == "gearbox: data.path: a process that tokenizes was killed, most likely for want of memory"
+    assert message.strip() == "gearbox: data.path: a tokenizing process was killed; it probably ran out of memory"

@@ -1,4 +1,4 @@
-"""What an engine does within a step: gradients, their norm, and documents that do not see each other."""
+"""Test an engine within a step: its gradients, their norm, and the isolation of packed documents."""
 
 from copy import deepcopy
 
@@ -11,8 +11,8 @@ from support.faults import patch_step
 from support.ranks import fork_ranks
 
 
-def test_fsdp_holds_no_whole_gradient_between_micro_batches(train, monkeypatch):
-    """FSDP2's own way to accumulate keeps all of it, in fp32, on each rank."""
+def test_fsdp_holds_no_full_gradient_between_micro_batches(train, monkeypatch):
+    """FSDP2's default accumulation would keep the full fp32 gradient on each rank."""
 
     def look(step):
         whole = []
@@ -40,15 +40,15 @@ def _gradient(parameter):
 
 
 def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, monkeypatch):
-    """Without a mask of ours they see each other; the probe at the start finds it, in the mode of training."""
+    """Documents leak into each other without Gearbox's mask. The probe at startup detects it, in training mode."""
     isolated = train("ulysses", ranks=2)
-    assert "a neighbour changes a token's loss by 0\n" in isolated.output, isolated.output
+    assert "documents do not affect each other (largest loss change 0)\n" in isolated.output, isolated.output
     monkeypatch.setattr(sequence_parallel, "isolate_documents", lambda model: None)
-    assert "this model does not keep them apart, so each row holds one document" in train("ulysses", ranks=2).output
+    assert "packing is off, one document per row" in train("ulysses", ranks=2).output
 
 
 def test_a_gradient_that_is_scaled_by_the_number_of_ranks_is_noticed_under_ulysses(train, monkeypatch):
-    """DeepSpeed takes the mean over all ranks in one stage and over some in others; AdamW and the clip hide it."""
+    """DeepSpeed averages over all ranks in stage 3, over some in other stages. AdamW and the clip hide the factor."""
     given = ("optim.max_grad_norm=0", "train.steps=1", "schedule.warmup=0")
 
     def norm(gear, ranks):
@@ -65,8 +65,8 @@ def part_of(gradient):
 
 
 @pytest.mark.parametrize("gear", ["tp", "fsdp_tp"])
-def test_the_norm_of_parts_is_that_of_the_whole(train, monkeypatch, gear):
-    """Each rank alone would clip by the norm of its own parts."""
+def test_the_norm_over_shards_equals_the_full_norm(train, monkeypatch, gear):
+    """A norm without communication is too small: it counts only one rank's shards."""
     ranks = 2 if gear == "tp" else 4
     whole = train("single").lines("grad_norm")[0]["grad_norm"]
     assert train(gear, ranks=ranks).lines("grad_norm")[0]["grad_norm"] == pytest.approx(whole, rel=1e-5)
@@ -102,7 +102,7 @@ def test_a_step_on_local_shards_is_the_step_on_dtensors():
             for model, optimizer in sides:
                 model(inputs).square().mean().backward()
                 optimizer.step()
-                # The hooks alone must drop the gradients of the shards, whom the optimizer no longer knows.
+                # Only the hooks drop the gradients of the DTensors, which the optimizer no longer has.
                 if optimizer is sides[0][1]:
                     optimizer.zero_grad()
                 assert all(p.grad is None for p in model.parameters())

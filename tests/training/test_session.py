@@ -26,11 +26,11 @@ def test_a_model_that_lets_packed_documents_see_each_other_gets_one_a_row(train,
     given = (f"model.name={folder}", "model.init=pretrained", "run.rehearse=false", "batch.micro_rows=3")
     packed = train(gear, *given, ranks=2 if gear != "single" else 1)
     assert set(packed.codes) == {0}, packed.output
-    assert "this model does not keep them apart, so each row holds one document" in packed.output
-    assert "of a document each" in packed.output and " filled, " not in packed.output
+    assert "packing is off, one document per row" in packed.output
+    assert ", one document each, " in packed.output and " filled, " not in packed.output
     padded = train(gear, *given, "data.packing=false", ranks=2 if gear != "single" else 1)
     assert packed.losses == padded.losses
-    assert "does not keep them apart" not in padded.output
+    assert "packing is off" not in padded.output
 
 
 def test_documents_that_are_not_trained_are_listed_in_the_runs_folder(train, tmp_path):
@@ -54,8 +54,8 @@ def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 5}])
     outcome = train("ddp", f"data.path={path}", ranks=2)
     assert outcome.codes[0] == 2 and outcome.folder is None
-    assert f"{path}:2: text: must be text, found a number" in outcome.output
-    assert outcome.output.count("must be text") == 1, "the rank that waits has nothing to say"
+    assert f"{path}:2: text: must be a string, found a number" in outcome.output
+    assert outcome.output.count("must be a string") == 1, "the rank that waits has nothing to say"
 
 
 def one_dies(*_):
@@ -90,11 +90,11 @@ def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch
     monkeypatch.setattr(corpus, "load_corpora", of_rank)
     outcome = train("ddp", ranks=2)
     assert outcome.codes == [2, 2] and outcome.folder is None
-    assert "data.path: the ranks 1 have read other data than rank 0; is it the same on every machine?" in outcome.output
+    assert "data.path: rank 1 read different data from rank 0; every machine needs the same files" in outcome.output
 
 
 def test_a_run_shows_what_it_trains_on(train):
     outcome = train("ddp", ranks=2)
-    assert outcome.output.count("supervised between « and »") == 1
+    assert outcome.output.count("supervised text is between « and »") == 1
     assert "<|assistant|>«" in outcome.output
-    assert "a neighbour changes a token's loss by 0" in outcome.output
+    assert "documents do not affect each other (largest loss change 0)" in outcome.output

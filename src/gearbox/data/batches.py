@@ -1,7 +1,7 @@
-"""Packed rows, and the tensors that one rank feeds to its model in one step.
+"""Pack chunks into rows, and build the tensors that one rank feeds to its model in one step.
 
-A row is one sequence of `batch.row_tokens` tokens: chunks of documents, then padding.
-Shapes: B rows of a micro batch, T tokens of a row.
+A row is a sequence of `batch.row_tokens` tokens: chunks of documents, then padding.
+Shapes: B is the number of rows in a micro-batch, T the number of tokens in a row.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from gearbox.config.job import BatchPlan
 from gearbox.data.packing import Chunks, Corpus, pack
 
-IGNORE_INDEX = -100  # a target that is not trained; the value torch's cross entropy skips
-WIDTH_STEP = 8  # rows of one document each are padded to a multiple of this: GPUs multiply such shapes faster
+IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips it
+WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 
 Batch = dict[str, torch.Tensor]
-Shard = tuple[int, int]  # index of a data-parallel rank, and the number of them
+Shard = tuple[int, int]  # index of a data-parallel rank, and the number of data-parallel ranks
 
 
 class PackedRows:
-    """Rows of chunks. Position ids that restart isolate packed chunks; no attention mask is needed."""
+    """Rows of packed chunks. Position ids restart with each chunk, which isolates chunks without an attention mask."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class PackedRows:
         packing: bool = True,
         group: NDArray[np.int64] | None = None,
     ) -> None:
-        """Pack the chunks. Chunks of different groups ([n]) do not share a row; rows are numbered group by group."""
+        """Pack the chunks. Chunks of different groups ([n]) never share a row, and rows are numbered group by group."""
         self.documents, self.chunks = corpus, chunks
         self.row_tokens, self.pad_token, self.packing = row_tokens, pad_token, packing
         groups = np.zeros(len(chunks), np.int64) if group is None else group
@@ -62,12 +62,12 @@ class PackedRows:
 
     @property
     def num_documents(self) -> int:
-        """Documents of which a row holds at least one chunk."""
+        """Number of documents with at least one chunk in a row."""
         return len(np.unique(self.chunks.document))
 
     @property
     def filled(self) -> float:
-        """Share of the rows' room that holds tokens."""
+        """Share of the rows' capacity that is filled with tokens."""
         return float(self.num_tokens.sum()) / max(1, len(self) * self.row_tokens)
 
     def row(self, row_id: int) -> NDArray[np.int64]:
@@ -75,31 +75,31 @@ class PackedRows:
         return self.members[self.starts[row_id] : self.starts[row_id + 1]]
 
     def chunk(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
-        """Return token ids and loss mask of a chunk, [n] both."""
+        """Return the token ids and the loss mask of a chunk, both [n]."""
         document, start = int(self.chunks.document[index]), int(self.chunks.start[index])
         inside = slice(start, start + int(self.chunks.length[index]))
         return self.documents.tokens(document)[inside], self.documents.loss_mask(document)[inside]
 
     @cached_property
     def key(self) -> str:
-        """Hash of which tokens of the corpus are in which row: equal rows of equal corpora are equal training."""
+        """Hash of which tokens of the corpus are in which row. Equal rows of equal corpora train identically."""
         digest = xxhash.xxh3_128()
         for array in (self.chunks.document, self.chunks.start, self.chunks.length, self.members, self.starts):
             digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         return digest.hexdigest()
 
     def locations(self, row_ids: Sequence[int], num_shown: int = 8) -> str:
-        """Return where the documents of these rows come from, as text: the first few."""
+        """Return the locations of the first `num_shown` documents in these rows, as text."""
         documents = [int(self.chunks.document[chunk]) for row_id in row_ids for chunk in self.row(row_id)]
         shown = [self.documents.location(document) for document in documents[:num_shown]]
         return ", ".join(shown) + (f" and {len(documents) - num_shown} more" if len(documents) > num_shown else "")
 
     def batch(self, row_ids: Sequence[int | None]) -> Batch:
-        """Return input_ids, position_ids, labels and chunk_ids, each [B, T] int64; None is a row without targets.
+        """Return input_ids, position_ids, labels and chunk_ids, each [B, T] int64. None is a row without targets.
 
-        labels[t] is the token to predict from position t, or IGNORE_INDEX. chunk_ids are indices of chunks, and -1
-        in the padding, which position_ids count as a chunk of its own. Without packing there are no position_ids, and
-        T is only as long as the longest row needs.
+        The label at position t is the token to predict from there, or IGNORE_INDEX. The chunk_ids are indices of
+        chunks, and -1 in the padding. The position_ids restart in the padding, as in a chunk. Without packing there
+        are no position_ids, and T is only as long as the longest row needs.
         """
         width = self.row_tokens
         if not self.packing:
@@ -129,25 +129,25 @@ class PackedRows:
 
 
 def _sums(values: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of each row's values, [num_rows]; no row is empty."""
+    """Return the sum of each row's values, [num_rows]. No row may be empty."""
     return np.add.reduceat(values, starts[:-1]) if len(starts) > 1 else np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank feeds to its model in one optimizer step."""
+    """The input of one rank for one optimizer step."""
 
     micro_batches: list[Batch]
     num_targets: int
-    """Targets of the whole step on all ranks."""
+    """Targets of the complete step on all ranks."""
     num_tokens: int
-    """Tokens of the whole step on all ranks, padding excluded."""
+    """Tokens of the complete step on all ranks, without padding."""
     row_ids: list[int]
-    """Rows of the whole step, in order."""
+    """Rows of the complete step, in order."""
 
 
 def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[list[int | None]]:
-    """Return the rows of each micro batch of a shard. Every shard has as many; short ones end in None."""
+    """Return the rows of each micro-batch of a shard. All shards get equal shapes; None fills missing rows."""
     index, num_shards = shard
     plan = BatchPlan.divide(len(row_ids), num_shards, micro_rows)
     padded = [*row_ids, *[None] * plan.num_empty_rows]
@@ -156,7 +156,7 @@ def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[
 
 
 def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_rows: int) -> StepBatch:
-    """Return a shard of the given rows in micro batches, with the counts of all of them."""
+    """Return a shard of the given rows as micro-batches, with the counts of all given rows."""
     return StepBatch(
         micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, shard, micro_rows)],
         num_targets=int(rows.targets[row_ids].sum()),
@@ -166,11 +166,11 @@ def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_ro
 
 
 def fullest_rows(rows: PackedRows, num_rows: int) -> list[int | None]:
-    """Return the rows with the most chunks, to probe how well these are isolated; None fills up."""
+    """Return the rows with the most chunks, to probe how well chunks are isolated. None fills missing rows."""
     most = np.argsort(-np.diff(rows.starts), kind="stable")[:num_rows].tolist()
     return [*most, *[None] * (num_rows - len(most))]
 
 
 def chain_hash(previous: str, row_ids: list[int]) -> str:
-    """Return the running hash of the rows consumed so far, 16 hex digits."""
+    """Return the running hash of the rows consumed so far, as 16 hex digits."""
     return hashlib.sha256(f"{previous}:{row_ids}".encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""The data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
+"""Generate the data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
 
-`python src/gearbox/data/builtin_tasks.py` writes the tokenizer's files next to recipes/tiny/config.json; a test checks
-that they are equal.
+`python src/gearbox/data/builtin_tasks.py` writes the tokenizer files next to recipes/tiny/config.json. A test checks
+that the committed files are up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gearbox.data.sources import JSON
 
 NUM_DOCUMENTS = 20_000
-LETTERS = "abcdefghij"  # with 8 heads of rotary base 100: 26 letters, or base 10,000, do not arrive in 3 minutes
+LETTERS = "abcdefghij"  # 8 heads with rotary base 100 learn these in 3 minutes, but not 26 letters or with base 10,000
 TASKS: dict[str, Callable[[str], str]] = {
     "first": lambda letters: letters[0],
     "last": lambda letters: letters[-1],
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict[str, JSON]]:
-    """Return chats such as `sort dbca` -> `abcd`, the same ones on every machine."""
+    """Return chats such as `sort dbca` -> `abcd`, identical on every machine."""
     draw = random.Random(0)
     chats: list[dict[str, JSON]] = []
     for _ in range(num_documents):
@@ -49,7 +49,7 @@ def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict[str, JSON]]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer without merges: 256 bytes and four special tokens, so that it can read any text."""
+    """Write a byte-level tokenizer without merges. Its 256 bytes and four special tokens can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""The documents of a data.path as tokens, in an Arrow file that every rank maps into memory.
+"""Load the documents of a data.path as tokens, from an Arrow file that every rank maps into memory.
 
-The file is made once and kept in the cache of `datasets` (HF_DATASETS_CACHE). The name of its folder is a hash of all
-that the tokens depend on: the content of the sources, how they are read, the tokenizer and the versions.
+The file is written once, to the cache of `datasets` (HF_DATASETS_CACHE). Its folder is named by a hash of everything
+the tokens depend on. This covers the content of the sources, how they are read, the tokenizer and the versions.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     import pyarrow
     from transformers import PreTrainedTokenizerFast
 
-# Until another rank builds the file itself; by then the builder holds the lock, unless it has read other data.
+# After this wait another rank builds the file itself. By then the builder holds the lock, unless its data differs.
 BUILDER_FIRST_SECONDS = 60
-# Whose source text is part of the folder's name. The built-in tasks are not among them: they are content of a source.
+# The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
 MODULES = (row_formats, sources, loss_mask, tokenization)
 
 Number = TypeVar("Number", bound=np.generic)
 
 
 class MappedCorpus:
-    """A `Corpus` (data/packing.py) whose tokens are read from the file as they are asked for."""
+    """A `Corpus` (data/packing.py) that reads tokens from the file on access."""
 
     def __init__(self, folder: Path, origins: list[Origin]) -> None:
         import datasets
@@ -51,7 +51,7 @@ class MappedCorpus:
         self.questions = [Question(**question) for question in about["questions"]]
         self.digest: str = about["digest"]
         self.key = folder.name
-        """Hash of all that the documents depend on. It changes with the code that makes them; `digest` does not."""
+        """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
         table = datasets.Dataset.from_file(str(folder / "documents.arrow")).data
         self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
         self.targets: NDArray[np.int32] = table.column("targets").to_numpy()
@@ -70,16 +70,16 @@ class MappedCorpus:
         return self._tokens[document]
 
     def loss_mask(self, document: int) -> NDArray[np.int8]:
-        """Return 1 for each token to predict, else 0, [n]."""
+        """Return 1 for each token to predict and 0 for others, [n]."""
         return self._loss_masks[document]
 
     def location(self, document: int) -> str:
-        """Return where the document was read: file:line."""
+        """Return the location of the document as file:line."""
         return self.origins[int(self.origin_ids[document])].location(int(self.record_numbers[document]))
 
 
 class _ListColumn(Generic[Number]):
-    """A column of lists, mapped: nothing is copied or converted."""
+    """A memory-mapped column of lists. Nothing is copied or converted."""
 
     def __init__(self, column: pyarrow.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -99,10 +99,10 @@ def load_corpora(
     is_builder: bool = True,
     tell: Callable[[str], None] = print,
 ) -> tuple[MappedCorpus, MappedCorpus | None]:
-    """Return the documents of data.path, and those of eval.path if it is given.
+    """Return the documents of data.path, and those of eval.path if it is set.
 
-    They come from the cache, or the builder makes them now and others wait for that. Raises UserError for data that
-    cannot be used; then nothing is kept.
+    They come from the cache. If they are not in it, the builder tokenizes them and the other ranks wait.
+    Raise UserError for data that cannot be used; nothing is cached then.
     """
     corpus = load_or_build(recipe.data, tokenizer, is_builder, tell)
     if recipe.eval.path is None:
@@ -114,7 +114,7 @@ def load_corpora(
 def load_or_build(
     data: Data, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
 ) -> MappedCorpus:
-    """Return the documents of one data.path; see load_corpora."""
+    """Return the documents of one data.path from the cache, or build them. See load_corpora."""
     import datasets
     from filelock import FileLock, Timeout
 
@@ -131,7 +131,7 @@ def load_or_build(
         folder.parent.mkdir(parents=True, exist_ok=True)
         while not folder.exists():
             if os.getppid() != launcher:
-                raise RuntimeError(f"the launcher has ended while this rank waited for {folder}")
+                raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
             if not is_builder and time.monotonic() - started < BUILDER_FIRST_SECONDS:
                 time.sleep(0.1)
                 continue
@@ -147,7 +147,7 @@ def load_or_build(
 
 
 def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return a hash of all that the documents depend on, but not of what splits and rows depend on."""
+    """Return a hash of everything the documents depend on. Options that only affect splits and rows are excluded."""
     dependencies = [
         FORMS,
         *((origin.source, origin.fields, origin.content()) for origin in origins),

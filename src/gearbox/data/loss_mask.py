@@ -1,7 +1,8 @@
-"""From a chat or a text to token ids and a loss mask: which of the tokens are trained.
+"""Turn chats and texts into token ids and a loss mask, which marks the trained tokens.
 
-The chat template says what an assistant's turn is: by its generation markers, or else by what it renders for the turns
-before this one and up to it. Only the rendering of the complete chat counts; nothing of a turn may be missing in it.
+The chat template defines the tokens of an assistant turn. If it has generation markers, these mark the turn. Otherwise
+the turn is the difference between two renderings: the turns before it, and the turns up to it.
+Only the rendering of the complete chat counts. A chat is rejected if that rendering omits part of a turn.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]  # characters [first, end) of a rendered chat
-STAND_IN = "\ue000"  # of Unicode's private use: a content that no real one begins or ends with
+STAND_IN = "\ue000"  # from Unicode's private use area: no real content begins or ends with it
 CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# For templates that print the date: Llama 3.1's own default. Tokens must not change overnight.
+# Templates that print the date get Llama 3.1's own default, so that tokens do not change overnight.
 TODAY = date(2024, 7, 26)
 
 
@@ -41,7 +42,7 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template, applied to chats and texts."""
+    """A tokenizer with its chat template, for chats and texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, supervise: str) -> None:
         self.tokenizer, self.supervise = tokenizer, supervise
@@ -49,22 +50,23 @@ class ChatTokenizer:
         self.special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.special_tokens = tokenizer.special_tokens_map
         self.end_of_text = re.compile(rf"\s*{re.escape(tokenizer.eos_token)}" if tokenizer.eos_token else r"(?!)")
-        # Called directly: the tokenizer sets it up again in each call. Its file may ask for truncation or padding.
+        # Use the backend directly, because the tokenizer configures it again in each call.
+        # The tokenizer file may request truncation or padding: switch both off.
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
         a, b = (self.backend.encode(letter, add_special_tokens=False).ids for letter in "ab")
-        # SentencePiece's tokenizers begin each text with a blank, so that segments cannot be tokenized one by one.
+        # SentencePiece tokenizers prepend a space to each text, so segments cannot be tokenized one by one.
         self.can_segment = self.backend.decode([*a, *b]) == "ab"
         self.templates: dict[bool, tuple[str, bool]] = {}
-        """By whether there are tools: the template, and whether it marks generations."""
+        """Template and whether it marks generations, with and without tools."""
         self.adds_head: bool | None = None
-        """Whether the template adds the head of an answer when asked to; None: not known yet."""
+        """True if the template adds the head of an answer on request. None until this is known."""
         self.checked_shapes: set[tuple[object, ...]] = set()
-        """Orders of roles of which the template shows every turn."""
+        """Sequences of roles for which the template renders every turn."""
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | InvalidRecord]:
-        """Return each document tokenized, not truncated; an InvalidRecord where the template does not accept it."""
+        """Return each document tokenized and not truncated, or an InvalidRecord if the template rejects it."""
         outcomes: dict[int, Encoded | InvalidRecord] = {}
         texts: dict[int, str] = {}
         rendered: dict[int, tuple[str, list[Span]]] = {}
@@ -81,10 +83,10 @@ class ChatTokenizer:
         return [outcomes[i] for i in range(len(documents))]
 
     def _encode_texts(self, texts: list[str]) -> Iterator[Encoded]:
-        """Tokenize texts with the tokens that the tokenizer begins a text with, and end-of-text behind each."""
+        """Yield each text tokenized, with the tokenizer's start tokens before it and end-of-text after it."""
         end = self.tokenizer.eos_token_id
         if texts and end is None:
-            raise UserError("model.name: the tokenizer has no end-of-text token to part documents with")
+            raise UserError("model.name: the tokenizer has no end-of-text token to separate documents")
         for encoding in self.backend.encode_batch(texts):
             ids = encoding.ids
             tokens = np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32)
@@ -95,14 +97,14 @@ class ChatTokenizer:
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             token_spans = [_tokens_of(encoding, span, text) for span in spans]
             if None in token_spans and self.can_segment:
-                # A token crosses the edge of a turn, which generation could never produce: divide the text there.
+                # A token crosses the edge of a turn. Generation never produces one, so divide the text there.
                 yield self._encode_segments(text, spans)
                 continue
             loss_mask = np.zeros(len(encoding.ids), np.int8)
             for token_span, (first, end) in zip(token_spans, spans, strict=True):
                 if token_span is not None:
                     loss_mask[slice(*token_span)] = 1
-                else:  # the blank before a word is part of it
+                else:  # the token joins a word and the space before it: train it
                     loss_mask |= np.array([start < end and stop > first for start, stop in encoding.offsets], np.int8)
             yield Encoded(np.array(encoding.ids, np.int32), loss_mask)
 
@@ -114,7 +116,7 @@ class ChatTokenizer:
         return Encoded(np.concatenate([np.array(ids, np.int32) for ids in tokens]), np.concatenate(loss_masks))
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the chat as the model sees it, and the spans that are trained. Raises InvalidRecord."""
+        """Return the rendered chat and its trained spans. Raise InvalidRecord if the template omits a part."""
         turns = chat.turns
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         text, marked = self._apply(turns, chat.tools)
@@ -138,7 +140,7 @@ class ChatTokenizer:
     def _apply(
         self, turns: list[Turn], tools: list[JsonObject] | None, ask: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Return the template's text and the spans it marks, or None; `ask` adds the head of an answer."""
+        """Return the rendered text, and the marked spans or None. `ask` adds the head of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template, has_markers = self._template(bool(tools))
@@ -147,32 +149,32 @@ class ChatTokenizer:
             texts, marked = render_jinja_template(
                 [turns], tools=tools, chat_template=template, **options, **self.special_tokens
             )
-        except Exception as error:  # the template is a program of somebody else's
+        except Exception as error:  # a template is third-party code that can raise anything
             message = one_line(error)
-            raise InvalidRecord(f"the chat template refuses this chat: {message or type(error).__name__}") from None
+            raise InvalidRecord(f"the chat template rejects this chat: {message or type(error).__name__}") from None
         return texts[0], list(map(tuple, marked[0])) if has_markers else None
 
     def _template(self, with_tools: bool) -> tuple[str, bool]:
-        """Return the template, with its clock stopped, and whether it marks generations."""
+        """Return the template with a fixed date, and whether it marks generations."""
         if with_tools not in self.templates:
             try:
                 template = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
             except ValueError:
                 raise UserError(
-                    "model.name: these are chats, but the tokenizer has no chat template: name an instruction-tuned "
-                    "model, or a template file in data.chat_template"
+                    "model.name: the data has chats, but the tokenizer has no chat template; use an "
+                    "instruction-tuned model, or set data.chat_template to a template file"
                 ) from None
             template = CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
             if re.search(r"strftime_now\s*\(", template):
                 raise UserError(
-                    "data.chat_template: the template reads the clock with a format that it computes, so that tokens "
-                    "would change overnight; write the format into the call"
+                    "data.chat_template: the template computes the format of its date, so tokens would change "
+                    "overnight; pass strftime_now a literal format"
                 )
             self.templates[with_tools] = template, re.search(r"{%-?\s*generation\s*-?%}", template) is not None
         return self.templates[with_tools]
 
     def _answer_span(self, chat: Chat, turn: int, text: str, at_least: int) -> Span:
-        """Return the span from behind the head of an answer to the end of its turn, in the rendering of all turns."""
+        """Return the span of an answer in the complete text: from the end of its head to the end of its turn."""
         head = self._apply(chat.turns[:turn], chat.tools, ask=True)[0]
         is_last = turn == len(chat.turns) - 1
         through = text if is_last else self._apply(chat.turns[: turn + 1], chat.tools)[0]
@@ -182,11 +184,11 @@ class ChatTokenizer:
                 self.adds_head = head != self._apply(chat.turns[:turn], chat.tools)[0]
             content = first if self.adds_head else self._content_span(chat, turn, text)[0]
             if text[first:content].strip():
-                first = content  # the template has no head of its own; that of the turn is not part of the answer
-            # What follows belongs to the next turn, except for the end of text that some templates write between turns.
+                first = content  # the template adds no head on request; the head in the turn is not part of the answer
+            # The text after this belongs to the next turn. The exception is an end-of-text between turns.
             return first, self._end_of_turn(text, len(through.rstrip()), closing=self.end_of_text)
-        # The template renders this turn, or one before it, differently when more turns follow (Qwen3 takes out old
-        # reasoning): find what is left of it by putting something else in its place.
+        # The template renders this turn, or an earlier one, differently when more turns follow: Qwen3 removes old
+        # reasoning. Replace the content to find the part that is left.
         first, end = self._content_span(chat, turn, text)
         before = self._apply(chat.turns[:turn], chat.tools)[0]
         ask = head.removeprefix(before) if head.startswith(before) else ""
@@ -194,19 +196,19 @@ class ChatTokenizer:
         return (first if head_start < 0 else head_start + len(ask)), self._end_of_turn(text, end)
 
     def _marked_spans(self, chat: Chat, answers: list[int], text: str, marked: list[Span]) -> dict[int, Span]:
-        """Return the marked span of each answer, its end of turn included."""
+        """Return the marked span of each answer, including its end of turn."""
         if len(marked) != len(answers):
             raise InvalidRecord(
-                f"the chat template marks {len(marked)} generations, but the chat has {len(answers)} turns of the "
-                "assistant; mend its {% generation %} blocks"
+                f"the chat template marks {len(marked)} generations, but the chat has {len(answers)} assistant turns; "
+                "fix its {% generation %} blocks"
             )
         return {i: (first, self._end_of_turn(text, end)) for i, (first, end) in zip(answers, marked, strict=True)}
 
     def _end_of_turn(self, text: str, end: int, closing: re.Pattern[str] | None = None) -> int:
-        """Return the end of the special token at `end`, unless the text before it ends with one already.
+        """Return the end of the special token at `end`, or the end of the text before it if that ends with one.
 
-        Spaces behind the token are left out. Behind spaces only the end-of-text token counts: another may be the head
-        of the next turn.
+        Spaces after the token are excluded. After spaces, only the end-of-text token counts, because another special
+        token may start the next turn.
         """
         kept = len(text[:end].rstrip())
         if any(token.end() == kept for token in self.special.finditer(text, max(0, kept - 64), kept)):
@@ -215,7 +217,7 @@ class ChatTokenizer:
         return token.end() if token else end
 
     def _content_span(self, chat: Chat, turn: int, text: str) -> Span:
-        """Return where the content of a turn is in the complete text: where the text changes if the content does."""
+        """Return the span of a turn's content in the complete text: the part that changes with the content."""
         turns = [*chat.turns]
         turns[turn] = {k: v for k, v in turns[turn].items() if k != "tool_calls"} | {"content": STAND_IN}
         changed = self._apply(turns, chat.tools)[0]
@@ -226,8 +228,8 @@ class ChatTokenizer:
         return first, len(text) - suffix
 
     def _check_nothing_missing(self, chat: Chat, text: str, spans: dict[int, Span]) -> None:
-        """Raise InvalidRecord if the text lacks a turn, the tools, or a part of a turn."""
-        # Whether a template shows a turn at all depends on the roles: checked once for each order of them.
+        """Raise InvalidRecord if the text lacks a turn, part of a turn, or the tools."""
+        # A template omits turns by their roles, so each sequence of roles is checked once.
         shape = (bool(chat.tools), *((turn["role"], bool(turn.get("tool_calls"))) for turn in chat.turns))
         if shape not in self.checked_shapes:
             for i in range(len(chat.turns)):
@@ -243,12 +245,12 @@ class ChatTokenizer:
             self._check_turn(chat, i, text, spans)
 
     def _check_turn(self, chat: Chat, i: int, text: str, spans: dict[int, Span]) -> None:
-        """Raise InvalidRecord if the text lacks content, a call or the last reasoning of a turn."""
+        """Raise InvalidRecord if the text lacks the content of a turn, a call, or the last reasoning."""
         turn, last_answer = chat.turns[i], max(spans)
         name = f"turn {i + 1} ({turn['role']})"
         within = text[slice(*spans[i])] if i in spans else text
         if not _shows(within, turn["content"]):
-            # Of an answer before the last, the template may take out the beginning: reasoning, not for later turns.
+            # The template may remove the beginning of an earlier answer: reasoning that later turns do not need.
             rest = _without_spaces(self.special.sub("", within)) if i in spans and i < last_answer else ""
             if not rest or not _without_spaces(turn["content"]).endswith(rest):
                 raise InvalidRecord(f"{name}: {_LEFT_OUT} its content or a part of it; {_OTHER_TEMPLATE}")
@@ -260,14 +262,14 @@ class ChatTokenizer:
             raise InvalidRecord(f"{name}: {_LEFT_OUT} its reasoning_content; {_OTHER_TEMPLATE}")
 
 
-_LEFT_OUT = "the chat template leaves out"
-_OTHER_TEMPLATE = "name one that shows it in data.chat_template"
+_LEFT_OUT = "the chat template omits"
+_OTHER_TEMPLATE = "set data.chat_template to one that renders it"
 
 
 def _tokens_of(encoding: Encoding, span: Span, text: str) -> tuple[int, int] | None:
-    """Return the tokens [first, end) that make up a span of the text; None if its edges are not edges of tokens.
+    """Return the tokens [first, end) that make up a span of the text, or None if its edges are not token edges.
 
-    It is also None if the span begins or ends with a blank and the tokenizer leaves blanks out of its offsets.
+    Also return None if the span begins or ends with a space and the tokenizer's offsets exclude spaces.
     """
     first, end = span
     if first == end:
@@ -302,7 +304,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _shows(text: str, content: str) -> bool:
-    """Return whether the text has the content: up to spaces around it, as JSON, or with other spaces within."""
+    """Return True if the text contains the content: stripped, escaped as JSON, or with different spaces."""
     return (
         content.strip() in text
         or json.dumps(content, ensure_ascii=False)[1:-1] in text
@@ -311,7 +313,7 @@ def _shows(text: str, content: str) -> bool:
 
 
 def _texts(value: JSON) -> Iterator[str]:
-    """Yield the texts inside a call's arguments."""
+    """Yield the strings inside a call's arguments."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -1,6 +1,7 @@
-"""Documents divided into chunks that fit a row, and chunks packed into rows.
+"""Divide documents into chunks that fit a row, and pack the chunks into rows.
 
-A document is one record of the data. A chunk is what one row holds of it: all of it, unless it is longer than a row.
+A document is one record of the data. A chunk is the part of a document in one row. A document that fits a row is one
+chunk.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Corpus(Protocol):
     """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
 
     lengths: NDArray[np.int32]
-    """Tokens of the document."""
+    """Number of tokens in the document."""
     targets: NDArray[np.int32]
-    """Tokens to predict. The first token is never one: nothing comes before it."""
+    """Number of tokens to predict. The first token never counts, because nothing precedes it."""
     hashes: NDArray[np.uint64]
     """Hash of the token ids."""
     origin_ids: NDArray[np.int32]
@@ -31,16 +32,16 @@ class Corpus(Protocol):
     record_numbers: NDArray[np.int64]
     """Number of the record in its origin."""
     source_ids: NDArray[np.int64]
-    """Index of the entry of data.path."""
+    """Index of the data.path entry."""
     origins: list[Origin]
     summaries: list[OriginSummary]
     """One for each origin."""
     bad: list[UnusableRecord]
-    """The records that could not be used, in order."""
+    """Records that could not be used, in order."""
     questions: list[Question]
-    """Questions to put to the model, of the documents that any split holds out first."""
+    """Questions to ask the model, from the documents that any split holds out first."""
     digest: str
-    """Hash of what is trained: token ids, loss masks and lengths of all documents, in order."""
+    """Hash of the training content: token ids, loss masks and lengths of all documents, in order."""
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -51,34 +52,34 @@ class Corpus(Protocol):
         ...
 
     def loss_mask(self, document: int) -> NDArray[np.int8]:
-        """Return 1 for each token to predict, else 0, [n]."""
+        """Return 1 for each token to predict and 0 for others, [n]."""
         ...
 
     def location(self, document: int) -> str:
-        """Return where the document was read: file:line."""
+        """Return the location of the document as file:line."""
         ...
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """[n] arrays with one entry per chunk, in order of the documents."""
+    """Chunks as [n] arrays: one entry per chunk, in the order of the documents."""
 
     document: NDArray[np.int64]
     start: NDArray[np.int64]
     """First token of the chunk in its document."""
     length: NDArray[np.int64]
     targets: NDArray[np.int64]
-    """Tokens to predict, without the chunk's first token: nothing comes before it."""
+    """Number of tokens to predict, without the chunk's first token, which nothing precedes."""
 
     def __len__(self) -> int:
         return len(self.document)
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Chunks:
-        """Return the chunks that a mask or a list of indices chooses."""
+        """Return the chunks selected by a mask or a list of indices."""
         return Chunks(self.document[chosen], self.start[chosen], self.length[chosen], self.targets[chosen])
 
     def ends(self, num_documents: int) -> NDArray[np.int64]:
-        """Return how many leading tokens of each document these chunks cover, [num_documents]; 0 for none."""
+        """Return the number of leading tokens that these chunks cover in each document, [num_documents]."""
         ends = np.zeros(num_documents, np.int64)
         np.maximum.at(ends, self.document, self.start + self.length)
         return ends
@@ -87,7 +88,7 @@ class Chunks:
 def chunk_documents(corpus: Corpus, row_tokens: int, policies: list[str]) -> Chunks:
     """Return the chunks of all documents.
 
-    `policies` has for each origin what happens to a document longer than a row: truncate, split or drop.
+    `policies` gives the treatment of documents longer than a row, one per origin: truncate, split or drop.
     """
     fits = corpus.lengths <= row_tokens
     long_chunks = [
@@ -112,14 +113,14 @@ def _chunk_starts(corpus: Corpus, document: int, row_tokens: int, policies: list
 
 
 def pack(lengths: NDArray[np.int64], row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Put each chunk, undivided, into exactly one row: best fit, longest first.
+    """Assign each chunk, undivided, to exactly one row: best fit, longest first.
 
-    Returns the chunks in order of the rows, and where each row begins in that order, [num_rows + 1].
+    Return the chunks in the order of the rows, and the start of each row in that order, [num_rows + 1].
     """
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
-    open_rows: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # by the room that is left
-    rooms: list[int] = []  # that some open row has left, sorted
+    open_rows: list[list[int]] = [[] for _ in range(row_tokens + 1)]  # by the number of tokens that still fit
+    rooms: list[int] = []  # sizes for which there is an open row, sorted
     for chunk in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[chunk])
         tightest = bisect.bisect_left(rooms, length)

@@ -1,7 +1,8 @@
-"""From a record to a chat or a text: which row format (`form`) it has, and what is wrong with it.
+"""Recognise the row format (`form`) of a record, and read the record as a chat or a text.
 
-Whatever its form, a chat comes out as transformers' templates take it: turns of role and content, tool calls as
-{"type": "function", "function": {"name", "arguments"}}, tools as {"type": "function", "function": {...}}.
+Every format gives a chat in the structure that transformers' templates expect. Turns have a role and content.
+Tool calls are {"type": "function", "function": {"name", "arguments"}}.
+Tools are {"type": "function", "function": {...}}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gearbox.data.sources import JSON
 from gearbox.errors import UserError, nearest
 
 JsonObject = dict[str, JSON]
-Turn = dict[str, Any]  # role, content and what else a template reads of a turn
+Turn = dict[str, Any]  # role, content, and the other fields of a turn that a template reads
 TITLES = {
     "messages": "chat messages",
     "conversations": "ShareGPT conversations",
@@ -23,7 +24,7 @@ TITLES = {
     "prompt": "prompts with completions",
     "text": "plain text",
 }
-CALL = "function_call"  # ShareGPT's role of a turn that calls tools
+CALL = "function_call"  # ShareGPT's role for a turn that calls tools
 ROLES: dict[str, Role | str] = {
     **dict.fromkeys(["system", "developer"], "system"),
     **dict.fromkeys(["user", "human"], "user"),
@@ -31,40 +32,40 @@ ROLES: dict[str, Role | str] = {
     **dict.fromkeys(["tool", "function", "observation", "function_response", "ipython"], "tool"),
     **dict.fromkeys([CALL, "tool_call"], CALL),
 }
-KEPT = ("name", "tool_call_id")  # of a turn, in addition to role, content, tool_calls and reasoning
-REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template all three names
+KEPT = ("name", "tool_call_id")  # fields of a turn, in addition to role, content, tool_calls and reasoning
+REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers passes all three names to a template
 READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 
 
 class InvalidRecord(Exception):
-    """Why a record cannot be used: the field, what was found, and what to change."""
+    """A record cannot be used. The message names the field, the value found and what to change."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The turns of a conversation, and the tools that the assistant may call in it."""
+    """The turns of a conversation, and the tools that its assistant may call."""
 
     turns: list[Turn]
     tools: list[JsonObject] | None = None
     untrained: frozenset[int] = field(default_factory=frozenset)
-    """Turns that are context only: those of a prompt, and those with `weight: 0`."""
+    """Turns that are context only: turns of a prompt, and turns with `weight: 0`."""
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    """What the file calls the fields and roles of its form."""
+    """The names that a file uses for the fields and roles of its format."""
 
     form: str
     fields: dict[str, str | None]
     roles: dict[str, Role]
 
     def of(self, name: str) -> str:
-        """Return the file's name of a field; empty where the recipe ignores it."""
+        """Return the file's name for a field, or "" if the recipe ignores the field."""
         return self.fields.get(name, name) or ""
 
 
 def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | None:
-    """Return the form of which the record has all required fields, or None; `form` itself where it is not auto."""
+    """Return the first format whose required fields the record has, or None; `form` itself if it is not auto."""
     if form != "auto":
         return form
     for known, (required, _) in FORMS.items():
@@ -74,12 +75,12 @@ def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | N
 
 
 def of_field(reason: str, names: FieldNames) -> str:
-    """Return what is wrong with a chat as a whole, with the field that holds the chat in front."""
+    """Return the reason why a chat cannot be used, prefixed with the field that contains the chat."""
     return reason if reason.startswith("tools:") else f"{names.of(FORMS[names.form][0][0])}: {reason}"
 
 
 def unused_fields(record: JSON, names: FieldNames) -> set[str]:
-    """Return the fields of a record and of its turns that nothing reads."""
+    """Return the fields of a record and of its turns that are not read."""
     if not isinstance(record, dict):
         return set()
     required, optional = FORMS[names.form]
@@ -93,7 +94,7 @@ def unused_fields(record: JSON, names: FieldNames) -> set[str]:
 
 
 def read(record: JSON, names: FieldNames) -> Chat | str:
-    """Return the chat of a record, or its text when it is plain text. Raises InvalidRecord."""
+    """Return the chat of a record, or its text if it is plain text. Raise InvalidRecord if it cannot be used."""
     if not isinstance(record, dict):
         raise InvalidRecord(f"must be an object with fields, found {_kind(record)}")
     for name in FORMS[names.form][0]:
@@ -107,15 +108,15 @@ def read(record: JSON, names: FieldNames) -> Chat | str:
         num_context += 1
     main = names.of(FORMS[names.form][0][0])
     if not any(turn["role"] == "assistant" for turn in turns):
-        raise InvalidRecord(f"{main}: has no turn of the assistant")
+        raise InvalidRecord(f"{main}: contains no assistant turn")
     if turns[0]["role"] == "assistant":
-        raise InvalidRecord(f"{main}[0]: the first turn is the assistant's; there is nothing that it answers")
+        raise InvalidRecord(f"{main}[0]: the first turn is an assistant turn, which answers nothing")
     weightless = {i for i, turn in enumerate(turns) if turn.pop("weight", 1) == 0}
     return Chat(turns, tools, frozenset(range(num_context)) | weightless)
 
 
 def _read_turns(record: JsonObject, names: FieldNames) -> tuple[list[Turn], int]:
-    """Return the turns of a record of any form but text, and how many at the start are context: never trained."""
+    """Return the turns of a chat record, and the number of leading turns that are context and never trained."""
     if names.form == "instruction":
         question = [_text(record, names.of("instruction")), _optional_text(record, names.of("input"))]
         answer = _text(record, names.of("output"))
@@ -134,7 +135,7 @@ def _make_turn(role: str, content: str) -> Turn:
 
 
 def _kind(value: JSON) -> str:
-    """Return what a value is, in JSON's words, short."""
+    """Return a short description of a value in JSON terms."""
     names = {
         type(None): "null",
         bool: "a boolean",
@@ -144,7 +145,7 @@ def _kind(value: JSON) -> str:
         dict: "an object",
     }
     if isinstance(value, str):
-        return f"the text {value[:40]!r}" if value else "an empty text"
+        return f"the string {value[:40]!r}" if value else "an empty string"
     return names.get(type(value), type(value).__name__)
 
 
@@ -154,8 +155,8 @@ def _require(record: JsonObject, name: str, names: FieldNames) -> None:
         other = recognise(record, "auto", names.fields)
         if other is not None:
             raise InvalidRecord(
-                f"{key}: is missing: this row has {TITLES[other]}, the first one of the file {TITLES[names.form]}; "
-                "give each form a file of its own"
+                f"{key}: is missing: this row has {TITLES[other]}, but the first row of the file has "
+                f"{TITLES[names.form]}; use one file per format"
             )
         fields = ", ".join(sorted(map(str, record)))
         hint = nearest(key, [str(key) for key in record])
@@ -169,7 +170,7 @@ def _require(record: JsonObject, name: str, names: FieldNames) -> None:
 def _text(record: JsonObject, name: str, within: str = "") -> str:
     value = record[name]
     if not isinstance(value, str):
-        raise InvalidRecord(f"{within}{name}: must be text, found {_kind(value)}")
+        raise InvalidRecord(f"{within}{name}: must be a string, found {_kind(value)}")
     if not value.strip():
         raise InvalidRecord(f"{within}{name}: is empty")
     return _encodable(value, f"{within}{name}")
@@ -182,13 +183,13 @@ def _optional_text(record: JsonObject, name: str) -> str:
 def _encodable(value: str, where: str) -> str:
     if len(value) > MAX_RECORD_BYTES:
         raise InvalidRecord(
-            f"{where}: has {len(value):,} letters, more than the {MAX_RECORD_BYTES:,} that one may have; cut it"
+            f"{where}: has {len(value):,} characters, more than the limit of {MAX_RECORD_BYTES:,}; shorten it"
         )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRecord(
-            f"{where}: is not UTF-8: a lone surrogate or a wrong byte at character {error.start + 1}"
+            f"{where}: is not UTF-8: lone surrogate or invalid byte at character {error.start + 1}"
         ) from None
     return value
 
@@ -210,7 +211,7 @@ def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
         return _call_turn(turn, content_field, where)
     calls = turn.get("tool_calls") or turn.get("function_call")  # the latter is OpenAI's older name
     if calls and role != "assistant":
-        raise InvalidRecord(f"{where}.tool_calls: only the assistant calls tools, found the role {turn[role_field]!r}")
+        raise InvalidRecord(f"{where}.tool_calls: only the assistant may call tools, found role {turn[role_field]!r}")
     content = _content(turn, content_field, where, is_tool=role == "tool", has_calls=bool(calls))
     result = _make_turn(role, content) | {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name)}
     for name in REASONING:
@@ -226,36 +227,37 @@ def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
 
 
 def _turn_fields(turn: JsonObject, names: FieldNames) -> tuple[str, str]:
-    """Return the fields of a turn that hold its role and its content."""
+    """Return the names of the role and content fields of a turn."""
     pairs = [("role", "content"), ("from", "value")]
     if names.form == "conversations":
         pairs.reverse()
-    # Some ShareGPT files write role and content; where neither is there, the form's own names are missed.
+    # Some ShareGPT files use role and content. If a turn has neither pair, errors name the format's own fields.
     role_name, content_name = next((pair for pair in pairs if names.of(pair[0]) in turn), pairs[0])
     return names.of(role_name), names.of(content_name)
 
 
 def _role(turn: JsonObject, role_field: str, where: str, names: FieldNames) -> str:
-    """Return the role of a turn: a template's own, or CALL."""
+    """Return the role of a turn: a role of chat templates, or CALL."""
     value = turn.get(role_field)
     if value is None:
         raise InvalidRecord(f"{where}.{role_field}: is {'null' if role_field in turn else 'missing'}")
     role = names.roles.get(value) or ROLES.get(value) if isinstance(value, str) else None
     if role is None:
         known = ", ".join([*names.roles, *ROLES])
-        raise InvalidRecord(f"{where}.{role_field}: {_kind(value)} is no known role ({known}); name it in data.roles")
+        shown = repr(value[:40]) if isinstance(value, str) else f"({_kind(value)})"
+        raise InvalidRecord(f"{where}.{role_field}: unknown role {shown}; use one of {known}, or map it in data.roles")
     return role
 
 
 def _call_turn(turn: JsonObject, content_field: str, where: str) -> Turn:
-    """Return a turn of ShareGPT's role for calls, whose content is the JSON of the calls."""
+    """Return a turn with ShareGPT's role for calls, whose content is the JSON of the calls."""
     content = turn.get(content_field)
     calls = _parse(_text(turn, content_field, f"{where}.") if isinstance(content, str) else content, where)
     return _make_turn("assistant", "") | {"tool_calls": _calls(calls, f"{where}.{content_field}")}
 
 
 def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls: bool) -> str:
-    """Return the content of a turn. A tool may return nothing, and a turn with calls need not have text."""
+    """Return the content of a turn. A tool may return nothing, and a turn with calls may have no text."""
     content = turn.get(field)
     if content is None and not has_calls:
         raise InvalidRecord(f"{where}.{field}: is {'null' if field in turn else 'missing'}")
@@ -266,24 +268,24 @@ def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls:
 
 
 def _parse(value: JSON, where: str) -> JSON:
-    """Return what a text says as JSON, and any other value as it is."""
+    """Return a string parsed as JSON, and any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
         parsed: JSON = json.loads(value)
         return parsed
     except (ValueError, RecursionError) as error:
-        raise InvalidRecord(f"{where}: must hold JSON: {error}, found {_kind(value)}") from None
+        raise InvalidRecord(f"{where}: must be JSON: {error}, found {_kind(value)}") from None
 
 
 def _calls(calls: JSON, where: str) -> list[JsonObject]:
-    """Return one call or a list of them. OpenAI's files have the arguments as text; templates want the object."""
+    """Return the calls in one form, with arguments as objects for templates. OpenAI files have them as strings."""
     result: list[JsonObject] = []
     for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
         at = f"{where}[{number}]" if isinstance(calls, list) else where
         function = _named_function(call)
         if not isinstance(call, dict) or function is None:
-            raise InvalidRecord(f"{at}: must be a call with the text 'name' and 'arguments', found {_kind(call)}")
+            raise InvalidRecord(f"{at}: must be a call with a string 'name' and 'arguments', found {_kind(call)}")
         arguments = _parse(function.get("arguments", {}), f"{at}.arguments")
         if not isinstance(arguments, dict):
             raise InvalidRecord(f"{at}.arguments: must be an object, found {_kind(arguments)}")
@@ -294,13 +296,13 @@ def _calls(calls: JSON, where: str) -> list[JsonObject]:
 
 
 def _named_function(item: JSON) -> JsonObject | None:
-    """Return the function that a call or a tool holds or is; None where it has no name."""
+    """Return the function of a call or a tool, which may be the item itself, or None if it has no name."""
     function = item.get("function", item) if isinstance(item, dict) else None
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
-    """Return the tools of a record, each wrapped as a function; None where there are none."""
+    """Return the tools of a record, each wrapped as a function, or None without tools."""
     key = names.of("tools")
     if record.get(key) in (None, "", [], "[]"):
         return None
@@ -318,7 +320,7 @@ def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
 
 
 def unrecognised(record: JsonObject, where: str) -> UserError:
-    """Return the error for a first record that is of no form."""
+    """Return the error for a first record that matches no format."""
     known = " | ".join(", ".join(required) for required, _ in FORMS.values())
     fields = ", ".join(map(repr, record))
-    return UserError(f"{where}: the fields {fields} are of no known form ({known}); name them in data.fields")
+    return UserError(f"{where}: the fields {fields} match no known format ({known}); map them in data.fields")

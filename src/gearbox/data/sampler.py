@@ -1,4 +1,4 @@
-"""Which rows belong to step s: a pure function of (rows, seed, s), so that resuming replays nothing."""
+"""Choose the rows of step s as a pure function of (rows, seed, s), so that resuming replays nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from gearbox.config.recipe import Recipe
 from gearbox.data.batches import PackedRows
 from gearbox.errors import UserError
 
-WINDOW_STEPS = 50  # steps within which rows of one document each are sorted by length
-SLOTS = 1000  # the shares of weighted sources are kept to within one row of so many
+WINDOW_STEPS = 50  # unpacked rows are sorted by length within windows of this many steps
+SLOTS = 1000  # positions in a cycle; the share of a weighted source is exact to one row per cycle
 
 
 class Sampler:
-    """Chooses the rows of a step, position by position.
+    """A sampler that chooses the rows of a step, position by position.
 
-    Each group of rows (one, unless sources have weights) has its own epochs, an epoch being a permutation drawn from
-    (seed, epoch). `shares` deals the positions out to the groups, evenly throughout. With `lengths` of the rows, rows
-    of similar length come in the same step.
+    Each group of rows has its own epochs; there is one group, unless sources have weights. An epoch is a permutation
+    drawn from (seed, epoch). `shares` spreads the positions of each group evenly over the run. If `lengths` of the
+    rows are given, rows of similar length come in the same step.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Sampler:
         self.group_sizes = group_sizes
         self.group_firsts: list[int] = np.cumsum([0, *group_sizes]).tolist()
         self._slots: list[int] = _deal_slots(shares or [1.0] * len(group_sizes)).tolist()
-        """The group of each position of a cycle."""
+        """Group of each position in a cycle."""
         self._earlier = [self._slots[:slot].count(group) for slot, group in enumerate(self._slots)]
-        """For each position of a cycle, how many positions before it have the same group."""
+        """Number of earlier positions with the same group, for each position in a cycle."""
         self._per_cycle = [self._slots.count(group) for group in range(len(group_sizes))]
-        """Positions of each group in a cycle."""
+        """Number of positions of each group in a cycle."""
         self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}
-        """The epoch that each group is in, and its permutation."""
+        """Current epoch of each group, and its permutation."""
 
     def row(self, position: int) -> int:
         """Return the row at a position, counted from the first row of the first step."""
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def make_sampler(recipe: Recipe, rows: PackedRows) -> Sampler:
-    """Return the sampler of a recipe's training rows. Raises UserError for weights that leave a source no rows."""
+    """Return the sampler for a recipe's training rows. Raise UserError if the weights leave a source without rows."""
     weights = [source.weight for source in recipe.data.sources]
     shares = [weight for weight in weights if weight is not None] or None
     lengths = None if rows.packing else rows.num_tokens
@@ -86,7 +86,7 @@ def make_sampler(recipe: Recipe, rows: PackedRows) -> Sampler:
 
 
 def _deal_slots(shares: list[float]) -> NDArray[np.int64]:
-    """Return the group of each position of a cycle: each group as often as its share says, spread evenly."""
+    """Return the group of each position in a cycle. Each group gets its share of the positions, evenly spread."""
     if len(shares) == 1:
         return np.zeros(1, np.int64)
     exact = np.array(shares) / sum(shares) * SLOTS
@@ -94,6 +94,6 @@ def _deal_slots(shares: list[float]) -> NDArray[np.int64]:
     for group in np.argsort(counts - exact, kind="stable")[: SLOTS - counts.sum()]:
         counts[group] += 1
     if not counts.all():
-        raise UserError(f"data.path: the weights {shares} leave a source less than one row in {SLOTS:,}")
+        raise UserError(f"data.path: the weights {shares} give a source less than one row in {SLOTS:,}")
     positions = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     return np.repeat(np.arange(len(shares)), counts)[np.argsort(positions, kind="stable")]

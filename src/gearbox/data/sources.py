@@ -1,7 +1,7 @@
-"""From data.path to records: which files it means, what identifies their content, and each record with its location.
+"""Find the files and datasets of data.path, hash their content, and read their records with locations.
 
-Records are read one at a time, so that no file need fit into memory. A record that cannot be read is `Unreadable`,
-with its reason, where reading can continue behind it; where it cannot, reading raises a UserError.
+Records are read one at a time, so no file needs to fit into memory. A record that cannot be read becomes `Unreadable`
+with a reason, if reading can continue after it. Otherwise reading raises a UserError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 READ_BYTES = 2**20
-ARROW_ROWS = 64  # that are Python objects at once
+ARROW_ROWS = 64  # rows that are Python objects at the same time
 PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow")
 FORMATS = "one of " + " ".join(LOCAL_ENDINGS)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -33,20 +33,20 @@ JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | Non
 
 
 class Unreadable(NamedTuple):
-    """Stands for a value that cannot be read."""
+    """A placeholder for a value that cannot be read."""
 
     reason: str
 
 
 class Record(NamedTuple):
-    """What was read at one location."""
+    """A record, as read from one location."""
 
     number: int
-    """Line, or row where there are no lines; from 1."""
+    """Line number, or row number if the format has no lines; from 1."""
     value: JSON | bytes | Unreadable
-    """Bytes hold JSON that is not parsed yet."""
+    """Bytes are JSON that is not parsed yet."""
     num_bytes: int
-    """About how much was read for it."""
+    """Approximate number of bytes read for the record."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +54,33 @@ class Origin:
     """A file, a dataset, or the built-in data."""
 
     name: str
-    """Its name in messages."""
+    """Name shown in messages."""
     files: tuple[Path, ...]
-    """Their bytes are its content."""
+    """Files whose bytes are the content."""
     split: str = ""
-    """Split and number of rows of a dataset."""
+    """Split and number of rows, for a dataset."""
     dataset: datasets.Dataset | None = None
-    """Mapped from its files."""
+    """Dataset, memory-mapped from its files."""
     source: int = 0
-    """Index of the entry of data.path that it belongs to."""
+    """Index of the data.path entry it belongs to."""
     fields: dict[str, str | None] = field(default_factory=dict)
     """data.fields of that entry."""
 
     @property
     def kind(self) -> str:
-        """`dataset`, or the ending of the file: jsonl, json, csv, txt, parquet, py."""
+        """`dataset`, or the file ending: jsonl, json, csv, txt, parquet, py."""
         return "dataset" if self.dataset is not None else self.files[0].suffix.lstrip(".").lower()
 
     def location(self, number: int) -> str:
-        """Return file:line of a record, or `file, row n` where there are no lines."""
+        """Return file:line of a record, or `file, row n` if the format has no lines."""
         return f"{self.name}:{number}" if self.kind in ("jsonl", "json", "csv", "txt") else f"{self.name}, row {number}"
 
     def stamp(self) -> list[tuple[int, int, int]]:
-        """Return size, time and inode of each file, which change when it is written to or replaced."""
+        """Return the size, time and inode of each file, which change when it is written to or replaced."""
         return [(s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in self.files)]
 
     def content(self) -> str:
-        """Return a hash of the bytes; for a dataset also of which of its rows these are."""
+        """Return a hash of the bytes and, for a dataset, of its split and number of rows."""
         digest = xxhash.xxh3_128(f"{self.kind} {self.split}".encode())
         for file in self.files:
             with file.open("rb") as stream:
@@ -89,12 +89,12 @@ class Origin:
         return digest.hexdigest()
 
     def records(self, text_unit: str) -> Iterator[Record]:
-        """Yield the records in order. Raises UserError where reading cannot continue."""
+        """Yield the records in order. Raise UserError if reading cannot continue."""
         try:
             if self.dataset is not None:
                 yield from _from_arrow(table for table in self.dataset.with_format("arrow").iter(ARROW_ROWS))
             elif self.kind == "py":
-                from gearbox.data import builtin_tasks  # the built-in data is data too
+                from gearbox.data import builtin_tasks
 
                 for number, document in enumerate(builtin_tasks.documents(), 1):
                     yield Record(number, document, 100)
@@ -119,7 +119,7 @@ class Origin:
 
 
 def find(sources: list[Source]) -> list[Origin]:
-    """Return every file and dataset that data.path means, in order. Raises UserError for an entry without any."""
+    """Return every file and dataset of data.path, in order. Raise UserError for an entry without data."""
     origins: list[Origin] = []
     known: set[tuple[object, ...]] = set()
     for number, source in enumerate(sources):
@@ -130,10 +130,10 @@ def find(sources: list[Source]) -> list[Origin]:
         else:
             of_source = [_hub_origin(source)]
         if not of_source:
-            raise UserError(f"data.path: {source.path!r} holds no data; a file must end in {FORMATS}")
+            raise UserError(f"data.path: {source.path!r} contains no data; a file must end in {FORMATS}")
         for origin in of_source:
             identity = (number, *(file.resolve() for file in origin.files))
-            if identity not in known:  # a glob may find a file and its folder
+            if identity not in known:  # a glob may match a file and its folder
                 known.add(identity)
                 origins.append(replace(origin, source=number, fields=source.fields or {}))
     return origins
@@ -150,18 +150,16 @@ def _origins_at(path: Path, source: Source) -> list[Origin]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Return the data files of a folder and of the folders in it; hidden ones and other endings are ignored."""
+    """Return the data files of a folder and its subfolders. Hidden files and other endings are ignored."""
     files = []
     visible = (f for f in folder.rglob("*") if not any(name.startswith(".") for name in f.relative_to(folder).parts))
     for file in sorted(visible):
         if file.is_dir() and file.is_symlink():
-            raise UserError(f"data.path: {file} is a link to a folder, which is not followed; name the folder itself")
+            raise UserError(f"data.path: {file} is a symlink to a folder and is not followed; list the folder itself")
         if (file / "state.json").is_file():
-            raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; name it by itself")
+            raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; list it separately")
         if file.suffix.lower() in PACKED_ENDINGS:
-            raise UserError(
-                f"data.path: {file} cannot be read as it is; unpack it, or name the files to read with a glob"
-            )
+            raise UserError(f"data.path: {file} cannot be read directly; unpack it, or select other files with a glob")
         if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
             files.append(file)
     return files
@@ -172,7 +170,7 @@ def _saved_origin(path: Path, source: Source) -> Origin:
 
     try:
         loaded = datasets.load_from_disk(str(path), keep_in_memory=False)
-    except Exception as error:  # every kind of damage ends here, with its own words
+    except Exception as error:  # damaged files raise many types of exception
         raise UserError(f"data.path: the dataset {path} cannot be read: {one_line_with_type(error)}") from None
     split = ""
     if isinstance(loaded, datasets.DatasetDict):
@@ -186,13 +184,13 @@ def _saved_origin(path: Path, source: Source) -> Origin:
 def _hub_origin(source: Source) -> Origin:
     import datasets
 
-    datasets.disable_progress_bars()  # every rank would draw its own
+    datasets.disable_progress_bars()  # every rank would print one
     try:
         loaded = datasets.load_dataset(source.path, split=source.split, keep_in_memory=False)
-    except Exception as error:  # every kind of network error ends here, with its own words
+    except Exception as error:  # network errors have many types
         raise UserError(
-            f"data.path: {source.path!r} (split {source.split!r}) is no file or folder here, and as a dataset of the "
-            f"hub it cannot be read: {one_line_with_type(error)}"
+            f"data.path: {source.path!r} (split {source.split!r}) is not a local file or folder and could not be "
+            f"loaded from the Hub: {one_line_with_type(error)}"
         ) from None
     return _dataset_origin(source.path, source.split or "", loaded)
 
@@ -203,8 +201,8 @@ def _dataset_origin(name: str, split: str, dataset: datasets.Dataset) -> Origin:
 
 
 def _too_large(num_bytes: int) -> Unreadable:
-    limit = f"the {MAX_RECORD_BYTES // 2**20} MiB that one may have"
-    return Unreadable(f"the document has {num_bytes / 2**20:,.1f} MiB, more than {limit}; cut it into several")
+    limit = f"the limit of {MAX_RECORD_BYTES // 2**20} MiB"
+    return Unreadable(f"the document has {num_bytes / 2**20:,.1f} MiB, more than {limit}; split it")
 
 
 def _decode_utf8(raw: bytes) -> str | Unreadable:
@@ -235,17 +233,17 @@ def _is_blank(line: Record) -> bool:
 
 
 def _refuse_object_over_lines(lines: Iterator[Record]) -> Iterator[Record]:
-    """Yield the lines of a .json file that is not a list."""
+    """Yield the lines of a .json file that is not a list. A first line of `{` becomes Unreadable."""
     for i, line in enumerate(lines):
         if i == 0 and isinstance(line.value, bytes) and line.value.strip() == b"{":
-            reason = "is an object over several lines; write a list of documents, or one a line"
+            reason = "is an object that spans several lines; write a list of documents, or one document per line"
             line = line._replace(value=Unreadable(reason))
         yield line
 
 
 def _text(stream: IO[bytes], unit: str) -> Iterator[Record]:
-    """Yield the paragraphs, the lines or the whole of a text file; blank lines before a document are skipped."""
-    lines: list[bytes] = []  # of the document, as far as it is read
+    """Yield a text file by paragraph, by line, or as one document. Blank lines before a document are skipped."""
+    lines: list[bytes] = []  # of the current document, so far
     first = size = 0
 
     def document() -> Record:
@@ -273,20 +271,20 @@ def _text(stream: IO[bytes], unit: str) -> Iterator[Record]:
 
 def _csv(origin: Origin) -> Iterator[Record]:
     csv.field_size_limit(MAX_RECORD_BYTES)
-    # Bytes that are not UTF-8 come out as lone surrogates, which the check of each text finds.
+    # Bytes that are not UTF-8 become lone surrogates, which the check of each text finds.
     with origin.files[0].open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         try:
             header = next((cells for cells in reader if any(map(str.strip, cells))), [])
             if len({*header}) < len(header):
-                raise UserError(f"{origin.name}:1: the header names a column twice: {', '.join(header)}")
+                raise UserError(f"{origin.name}:1: the header repeats a column: {', '.join(header)}")
             first = reader.line_num + 1
             for cells in reader:
                 size = sum(map(len, cells))
                 if len(cells) == len(header):
                     yield Record(first, dict(zip(header, cells, strict=True)), size)
                 elif any(cells):
-                    yield Record(first, Unreadable(f"has {len(cells)} cells, the header {len(header)}"), size)
+                    yield Record(first, Unreadable(f"has {len(cells)} cells, but the header has {len(header)}"), size)
                 first = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{origin.name}:{reader.line_num}: is not CSV: {error}") from None
@@ -296,7 +294,7 @@ _JSON_SPACES = re.compile(r"[ \t\r\n]*")
 
 
 def _json_array(origin: Origin) -> Iterator[Record]:
-    """Yield the elements of a list, parsed one at a time out of a window that moves along the file."""
+    """Yield the elements of a list, parsed one at a time from a window that moves along the file."""
     decode = json.JSONDecoder().raw_decode
     with origin.files[0].open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         window, at, line = stream.read(READ_BYTES), 0, 1
@@ -313,7 +311,7 @@ def _json_array(origin: Origin) -> Iterator[Record]:
             return bool(more)
 
         def skip_spaces() -> str:
-            """Go to the next character that is not a space and return it; empty at the end."""
+            """Move to the next character that is not a space and return it, or return "" at the end."""
             while True:
                 go_to(_JSON_SPACES.match(window, at).end())  # type: ignore[union-attr]
                 if at < len(window) or not read_on():
@@ -331,17 +329,17 @@ def _json_array(origin: Origin) -> Iterator[Record]:
             try:
                 element, end = decode(window, at)
             except json.JSONDecodeError as error:
-                # The window may end inside the element: in a string, or in the word or number at its end.
-                may_go_on = error.msg.startswith("Unterminated string") or len(window) - error.pos <= 16
-                if may_go_on and len(window) - at > MAX_RECORD_BYTES:
+                # The window may end inside the element: in a string, or in a last word or number.
+                may_continue = error.msg.startswith("Unterminated string") or len(window) - error.pos <= 16
+                if may_continue and len(window) - at > MAX_RECORD_BYTES:
                     raise UserError(origin.location(line) + ": " + _too_large(len(window) - at).reason) from None
-                if may_go_on and read_on():
+                if may_continue and read_on():
                     continue
                 raise not_json(error.msg, line + window.count("\n", at, error.pos)) from None
             except (RecursionError, ValueError) as error:
                 raise not_json(_json_limit(error), line) from None
             if end > len(window) - 3 and read_on():
-                continue  # a number may go on, at the latest after "e-"
+                continue  # a number may continue in the next window, even after "e-"
             yield Record(line, element if end - at <= MAX_RECORD_BYTES else _too_large(end - at), end - at)
             go_to(end)
             separator = skip_spaces()
@@ -350,7 +348,7 @@ def _json_array(origin: Origin) -> Iterator[Record]:
             go_to(at + 1)
             if separator == "]":
                 if skip_spaces():
-                    raise not_json("there is more behind the list", line)
+                    raise not_json("there is more data after the list", line)
                 return
 
 
@@ -364,7 +362,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _from_arrow(tables: Iterable[pyarrow.Table | pyarrow.RecordBatch]) -> Iterator[Record]:
-    """Yield the rows. Arrow gives every row every field of any row, so fields that are null are left out."""
+    """Yield the rows without null fields, because Arrow gives each row the fields of all rows."""
     rows = ((row, table.nbytes // len(table)) for table in tables for row in table.to_pylist())
     for number, (row, num_bytes) in enumerate(rows, 1):
         yield Record(number, _without_nulls(row), num_bytes)
@@ -377,7 +375,7 @@ def _without_nulls(value: JSON) -> JSON:
 
 
 def parse_json(value: JSON | bytes | Unreadable) -> JSON | Unreadable:
-    """Return a record's value, parsed where it is still bytes; Unreadable if that is not JSON."""
+    """Return a record's value, parsed if it is still bytes, or Unreadable if it is not JSON."""
     if not isinstance(value, bytes):
         return value
     text = _decode_utf8(value)
@@ -393,5 +391,5 @@ def parse_json(value: JSON | bytes | Unreadable) -> JSON | Unreadable:
 
 
 def _json_limit(error: RecursionError | ValueError) -> str:
-    """Return which of Python's limits JSON exceeds: its depth, or the digits of a number."""
+    """Return the Python limit that the JSON exceeds: its depth, or the digits of a number."""
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

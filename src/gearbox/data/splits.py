@@ -1,4 +1,4 @@
-"""Decide for each document whether it is trained, held out or dropped, and pack the rows."""
+"""Decide whether each document is trained, held out or dropped, and pack the rows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out question to put to the model, and its right answer."""
+    """A held-out question to ask the model, and its correct answer."""
 
     question: str
     prompt: list[int]
-    """Tokens up to the answer."""
+    """Tokens before the answer."""
     answer: str
 
 
@@ -43,47 +43,47 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Leakage:
-    """How far packed documents see each other."""
+    """The leakage between packed documents, as measured by a probe."""
 
     loss_change: float
-    """Largest change of a token's loss when another document of its row changes."""
+    """Largest change of a token's loss when another document in its row changes."""
     tolerance: float
 
     @property
     def is_isolated(self) -> bool:
-        """Whether documents may share a row."""
+        """True if documents may share a row."""
         return self.loss_change <= self.tolerance
 
     def describe(self) -> str:
-        """Return the line of the plan."""
-        said = f"a neighbour changes a token's loss by {self.loss_change:.2g}"
+        """Return the text of the plan's line about packed documents."""
+        change = f"largest loss change {self.loss_change:.2g}"
         if self.is_isolated:
-            return said
-        return said + ": this model does not keep them apart, so each row holds one document"
+            return f"documents do not affect each other ({change})"
+        return f"documents leak into each other ({change}): packing is off, one document per row"
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of a run, how they are stepped through, and what became of the documents that were read."""
+    """The rows of a run, their order, and counts of how its documents are used."""
 
     training: PackedRows
     held_out: PackedRows
     num_steps: int
-    """Optimizer steps of the run: train.steps, or as many as train.epochs need."""
+    """Optimizer steps of the run: train.steps, or the number that train.epochs needs."""
     sampler: Sampler
-    """Which training rows belong to which step."""
+    """Chooses the training rows of each step."""
     samples: list[Sample]
     dropped: list[Dropped]
     """Records of data.path that are neither trained nor held out."""
     dropped_of_evaluation: list[Dropped]
-    """Records of eval.path that are not evaluated on."""
+    """Records of eval.path that are not used for evaluation."""
     num_read: int
     num_truncated: int
     num_split: int
     num_duplicates: int
-    """Documents with the same tokens as an earlier one."""
+    """Number of documents with the same tokens as an earlier document."""
     leakage: Leakage | None = None
-    """Between packed documents, once it was measured with the model; None where rows are not packed."""
+    """Leakage between packed documents, once measured with the model. None if rows are not packed."""
 
 
 def split_and_pack(
@@ -95,7 +95,7 @@ def split_and_pack(
 ) -> TrainingRows:
     """Divide the documents into chunks, hold some out and pack the rest; `evaluated` is the corpus of eval.path.
 
-    Raises UserError where nothing is left to train on, or to evaluate on.
+    Raise UserError if nothing is left to train on or to evaluate on.
     """
     data, row_tokens = recipe.data, recipe.batch.row_tokens
     pad_tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -143,7 +143,7 @@ def split_and_pack(
 
 
 def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:
-    """Return the chunks of eval.path that have a target, and its records without any. Raises UserError for none."""
+    """Return the chunks of eval.path with targets, and its dropped records. Raise UserError if no chunk is left."""
     chunks = chunk_documents(evaluated, recipe.batch.row_tokens, _policies(evaluated, recipe.data))
     dropped = _unused_documents(evaluated, chunks)
     chunks = chunks.where(chunks.targets > 0)
@@ -155,7 +155,7 @@ def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[
 def _check_every_source(
     recipe: Recipe, corpus: Corpus, training: Chunks, num_held_out: int, dropped: list[Dropped]
 ) -> None:
-    """Raise UserError if nothing is left to train on, or nothing of a source that has a weight."""
+    """Raise UserError if nothing is left to train on, or if a source with a weight is left empty."""
     present = {*np.unique(corpus.source_ids[training.document]).tolist()}
     for number, source in enumerate(recipe.data.sources):
         if not present or (source.weight is not None and number not in present):
@@ -167,7 +167,7 @@ def _check_every_source(
 
 
 def summarize_dropped(dropped: list[Dropped]) -> str:
-    """Return how many were dropped and why, most frequent first; reasons that differ in numbers and names are one."""
+    """Return the number of dropped documents by reason, most frequent first. Numbers and found values are ignored."""
     kinds = Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
     listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in kinds.most_common(5)]
     more = [f"{len(kinds) - 5} more reasons"] if len(kinds) > 5 else []
@@ -175,13 +175,13 @@ def summarize_dropped(dropped: list[Dropped]) -> str:
 
 
 def _policies(corpus: Corpus, data: Data) -> list[str]:
-    """Return for each origin what happens to a long document: truncate, split or drop."""
+    """Return the treatment of long documents for each origin: truncate, split or drop."""
     auto = [("split" if summary.form == "text" else "truncate") for summary in corpus.summaries]
     return auto if data.long == "auto" else [data.long] * len(auto)
 
 
 def _unused_documents(corpus: Corpus, chunks: Chunks) -> list[Dropped]:
-    """Return the records that could not be used, and the documents of which no chunk has a target."""
+    """Return the records that could not be used, and the documents without a chunk that has a target."""
     has_chunk, has_target = (np.zeros(len(corpus), bool) for _ in range(2))
     has_chunk[chunks.document] = True
     has_target[chunks.document[chunks.targets > 0]] = True
@@ -196,7 +196,7 @@ def _unused_documents(corpus: Corpus, chunks: Chunks) -> list[Dropped]:
 
 
 def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
-    """Return the hash of each document's tokens up to where it is truncated: what follows makes no difference."""
+    """Return the hash of each document's tokens up to its truncation; later tokens make no difference."""
     hashes: NDArray[np.uint64] = corpus.hashes.copy()
     ends = chunks.ends(len(corpus))
     for document in np.flatnonzero((ends > 0) & (ends < corpus.lengths)).tolist():
@@ -205,7 +205,7 @@ def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
 
 
 def _samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
-    """Return those of the corpus's questions that are held out and whose prompt fits into a row."""
+    """Return up to `num_samples` held-out questions whose prompts fit into a row."""
     samples: list[Sample] = []
     is_first = chunks.start == 0
     first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))

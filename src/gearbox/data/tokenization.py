@@ -1,4 +1,4 @@
-"""Records to an Arrow file of token ids and loss masks, on all cores, with a digest of what it holds."""
+"""Tokenize records on all cores, into an Arrow file of token ids and loss masks with a digest."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-BATCH_BYTES = 2**18  # read for one batch of documents; its tokens as Python numbers take a hundred times as much
+BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its tokens need a hundred times as much
 BATCH_DOCUMENTS = 64
-NO_NAMES = FieldNames("text", {}, {})  # for records before the first mapping, which are refused before names matter
-NUM_QUESTIONS = 64  # questions kept for people to read: those that any split holds out first
-PROGRESS_SECONDS = 10  # between two messages
+NO_NAMES = FieldNames("text", {}, {})  # for records before the first object, which are rejected before names matter
+NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
+PROGRESS_SECONDS = 10  # between two progress messages
 
 
 @dataclass(frozen=True)
 class OriginSummary:
-    """What a file or dataset holds."""
+    """A summary of one file or dataset."""
 
     source: int
-    """Index of the entry of data.path that it belongs to."""
+    """Index of the data.path entry it belongs to."""
     form: str
     num_records: int
     unused: list[str]
@@ -55,7 +55,7 @@ class OriginSummary:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a chat, and its answer."""
+    """A question in a chat, and its answer."""
 
     document: int
     question: str
@@ -77,7 +77,7 @@ class _Batch(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A `Question` of the document with this hash."""
+    """A `Question`, with the hash of its document."""
 
     hash: int
     document: int
@@ -86,14 +86,14 @@ class _Candidate(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """A batch, tokenized."""
+    """A tokenized batch."""
 
     origin: int
     table: pyarrow.RecordBatch
     """The documents."""
     bad: list[UnusableRecord]
     candidates: list[_Candidate]
-    """Those with the lowest hashes; documents are numbered within the table."""
+    """Candidates with the lowest hashes. Documents are numbered within the table."""
     unused: set[str]
     """Fields of the records that are not read."""
 
@@ -109,7 +109,7 @@ def _features() -> datasets.Features:
 class CorpusDigest:
     """The digest of all documents in order: an xxh3-128 of their token ids, loss masks and lengths.
 
-    Each column is a stream of its own, so the digest does not depend on how the documents were batched.
+    Each column has its own stream, so the digest does not depend on the batches.
     """
 
     def __init__(self) -> None:
@@ -123,12 +123,12 @@ class CorpusDigest:
             stream.update(values.to_numpy())
 
     def hexdigest(self) -> str:
-        """Return the digest of the documents so far, 32 hex digits."""
+        """Return the digest of the documents so far, as 32 hex digits."""
         return str(xxhash.xxh3_128_hexdigest(b"".join(stream.digest() for stream in self._streams.values())))
 
 
 class _Collector:
-    """Gathers from the outcomes, in order, what is kept next to the documents."""
+    """A collector of the metadata in about.json, which takes the outcomes in order."""
 
     def __init__(self, origins: list[Origin], stop_on_bad: bool) -> None:
         self.origins, self.stop_on_bad = origins, stop_on_bad
@@ -139,7 +139,7 @@ class _Collector:
         self.digest = CorpusDigest()
 
     def add(self, outcome: _Outcome) -> None:
-        """Add the outcome of the next batch. Raises UserError for a bad record, if that is to stop."""
+        """Add the outcome of the next batch. Raise UserError for a bad record if `stop_on_bad` is set."""
         if outcome.bad and self.stop_on_bad:
             first = outcome.bad[0]
             raise UserError(f"{self.origins[first.origin].location(first.number)}: {first.reason}")
@@ -151,13 +151,13 @@ class _Collector:
         self.num_documents += len(outcome.table)
 
     def about(self, summaries: list[OriginSummary]) -> JsonObject:
-        """Return the content of about.json. Raises UserError if there is no document."""
+        """Return the content of about.json. Raise UserError if there are no documents."""
         if not self.num_documents:
             first = self.bad[0]
             names = ", ".join(origin.name for origin in self.origins)
             location = self.origins[first.origin].location(first.number)
             raise UserError(
-                f"data.path: none of the {len(self.bad)} rows of {names} can be used; {location}: {first.reason}"
+                f"data.path: none of the {len(self.bad)} rows in {names} can be used; {location}: {first.reason}"
             )
         return {
             "summaries": [
@@ -178,15 +178,15 @@ def build_corpus(
     tokenizer: loss_mask.ChatTokenizer,
     tell: Callable[[str], None],
 ) -> None:
-    """Tokenize all records and write documents.arrow and about.json to the folder, which appears when it is complete.
+    """Tokenize all records and write documents.arrow and about.json to the folder, which appears only when complete.
 
-    Raises UserError if the data cannot be used, or if an origin no longer has its stamp: it was written to meanwhile.
+    Raise UserError if the data cannot be used. Also raise it if an origin no longer has its stamp, so was written to.
     """
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
 
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a builder that was killed; no other one can be running
+    shutil.rmtree(partial, ignore_errors=True)  # left by a builder that was killed; no other builder can be running
     partial.mkdir()
     reader = _RecordReader(origins, data)
     collected = _Collector(origins, stop_on_bad=data.on_bad_row == "stop")
@@ -199,30 +199,30 @@ def build_corpus(
                     writer.write_table(pyarrow.Table.from_batches([outcome.table]))
                 if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
                     last_told, num_documents = now, collected.num_documents
-                    tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} a second")
+                    tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} per second")
             about = collected.about(reader.summaries)
             writer.finalize()
         for origin, stamp in zip(origins, stamps, strict=True):
             if origin.stamp() != stamp:
-                raise UserError(f"{origin.name}: has changed while it was read; run again when it is complete")
+                raise UserError(f"{origin.name}: changed while it was being read; run again when it is complete")
         (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
         partial.rename(folder)
         seconds = time.perf_counter() - started
-        tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; kept in {folder}")
+        tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 class _RecordReader:
-    """Reads the origins in batches and recognises each one's form by its first record."""
+    """A reader that batches the records of all origins and recognises each origin's format by its first record."""
 
     def __init__(self, origins: list[Origin], data: Data) -> None:
         self.origins, self.data = origins, data
         self.summaries: list[OriginSummary] = []
-        """Of the origins read so far."""
+        """One for each origin read so far."""
 
     def batches(self) -> Iterator[_Batch]:
-        """Yield all records in order; no batch is of two origins."""
+        """Yield all records in order. No batch spans two origins."""
         for index, origin in enumerate(self.origins):
             names: FieldNames | None = None
             num_records = size = 0
@@ -252,7 +252,7 @@ class _RecordReader:
 
 
 class _BatchTokenizer:
-    """Makes a table of documents from a batch of records."""
+    """A callable that turns a batch of records into a table of documents."""
 
     def __init__(self, tokenizer: loss_mask.ChatTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -316,13 +316,16 @@ def _make_table(
 
 
 def _lowest(candidates: Iterable[_Candidate]) -> list[_Candidate]:
-    """Return the candidates with the lowest hashes, one of each hash."""
+    """Return the candidates with the lowest hashes, at most one per hash."""
     by_hash = {candidate.hash: candidate for candidate in sorted(candidates, reverse=True)}
     return heapq.nsmallest(NUM_QUESTIONS, by_hash.values())
 
 
 def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:
-    """Return the first trained answer of a chat and the question before it as texts, or None without either."""
+    """Return a question of a chat and its trained answer as texts, or None if either is missing.
+
+    The answer is the last one if only the last is trained, otherwise the first.
+    """
     if isinstance(document, str):
         return None
     turns = document.turns
@@ -332,18 +335,18 @@ def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, st
     return (questions[-1], turns[first]["content"]) if questions and turns[first]["content"] else None
 
 
-_worker: _BatchTokenizer | None = None  # in a process of the pool, which inherits it by the fork
+_worker: _BatchTokenizer | None = None  # set in each worker process, which inherits it through the fork
 
 
 def _start_worker(work: _BatchTokenizer) -> None:
     global _worker
-    # The signal handling that it inherits is the parent's; a pool of which a process died ends the others by SIGTERM.
+    # Reset the signal handling inherited from the parent: if one worker dies, the pool sends SIGTERM to the others.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    processes.die_with_parent(signal.SIGKILL)  # if the parent is killed, nobody else would end this process
-    gc.disable()  # it would look through all that is inherited and copy it by that; what is made here has no cycles
+    processes.die_with_parent(signal.SIGKILL)  # if the parent is killed, nothing else ends this process
+    gc.disable()  # a collection would touch, and so copy, all inherited memory; new objects have no cycles
     _worker = work
 
 
@@ -353,17 +356,17 @@ def _run_worker(batch: _Batch) -> _Outcome:
 
 
 def _tokenize_in_order(work: _BatchTokenizer, batches: Iterator[_Batch]) -> Iterator[_Outcome]:
-    """Yield work(batch) for each batch, in order, computed by one process per core; few batches are read ahead."""
-    # One process per core; threads of the tokenizer itself would not survive the fork.
+    """Yield work(batch) for each batch in order, computed by one process per core. Few batches are read ahead."""
+    # Threads of the tokenizer would not survive the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     first, second = next(batches, None), next(batches, None)
     if first is None or second is None or num_cores == 1:
         yield from map(work, filter(None, chain([first, second], batches)))
         return
-    work(first._replace(records=first.records[:1]))  # the processes inherit the template that this compiles
+    work(first._replace(records=first.records[:1]))  # compiles the template, which the workers inherit
     waiting: deque[Future[_Outcome]] = deque()
-    # By fork, as the tokenizer is in memory already: a fresh process would take seconds to get there.
+    # Fork, because the tokenizer is already in memory; a new process would need seconds to load it.
     with ProcessPoolExecutor(num_cores, get_context("fork"), _start_worker, (work,)) as pool:
         try:
             for batch in chain([first, second], batches):
@@ -373,6 +376,6 @@ def _tokenize_in_order(work: _BatchTokenizer, batches: Iterator[_Batch]) -> Iter
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise UserError("data.path: a process that tokenizes was killed, most likely for want of memory") from None
+            raise UserError("data.path: a tokenizing process was killed; it probably ran out of memory") from None
         finally:
             pool.shutdown(cancel_futures=True)
