@@ -93,7 +93,9 @@ def test_no_image_or_action_is_one_that_moves():
 @pytest.mark.parametrize(
     "schema, name",
     [("compose-spec", "compose.yaml")]
-    + [("github-workflows", name) for name in TRACKED if name.startswith(".github/workflows/")],
+    + [("github-workflows", name) for name in TRACKED if name.startswith(".github/workflows/")]
+    + [("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml")]
+    + [("github-issue-forms", f".github/ISSUE_TEMPLATE/{name}.yml") for name in ("bug", "feature")],
 )
 def test_is_what_its_schema_allows(schema, name):
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(ROOT / name)]

@@ -17,7 +17,12 @@ from gearbox.launch import topology
 from gearbox.launch.cli import split_arguments
 from support.repository import GUIDES
 
-DOCUMENTS = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
+DOCUMENTS = [
+    *GUIDES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+PAGES = sorted((ROOT / "docs").glob("*.md"))  # decisions are records, not pages
 README = GUIDES[0].read_text()
 LINES = sorted(
     {
@@ -45,13 +50,21 @@ def test_paths_keys_and_targets_exist(document):
         assert key in recipe_keys() or f".{key.split('.')[1]}" in files, key
 
 
-def test_the_gear_table_is_the_folder():
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (\d+) \|", README, re.M)
+def gear_table(document: str) -> dict[str, tuple[str, int]]:
+    """Return the engine and the number of processes of each gear in a document's table."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (\d+) \|", document, re.M)
+    return {name: (engine, int(count)) for name, engine, count in rows}
+
+
+def test_the_gear_tables_are_the_folder():
     gears = {path.stem: load_gear(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-    assert {name: int(count) for name, _, count in rows} == {name: gear.num_processes for name, gear in gears.items()}
-    for name, engine, _ in rows:
+    table, excerpt = gear_table((ROOT / "docs/parallelism.md").read_text()), gear_table(README)
+    assert {name: count for name, (_, count) in table.items()} == {n: g.num_processes for n, g in gears.items()}
+    for name, (engine, _) in table.items():
         stage = re.search(r"ZeRO-(\d)", engine)
         assert gears[name].zero_stage == (int(stage[1]) if stage else 0)
+    assert list(excerpt) == ["single", "ddp", "fsdp", "zero3", "tp"]
+    assert excerpt.items() <= table.items()
 
 
 def test_the_recipe_table_is_the_folder():
@@ -94,6 +107,29 @@ def test_the_documents_launches_are_parsed_by_the_launchers(monkeypatch, line):
     if script == "src/train.py" or words[0] == "python":
         recipe, overrides = split_arguments([word for word in arguments if "lrr" not in word])
         load_recipe(ROOT / recipe, [word for word in overrides if not word.startswith("data.path")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_begins_with_its_command_and_ends_with_what_to_read_next(page):
+    text = page.read_text()
+    before = text.partition("```")[0]
+    assert re.match(r"# \S", before) and "\n#" not in before, "the command comes before the first section"
+    assert len(before.split()) <= 80, "one or two sentences come before the command"
+    section, _, last = text.rstrip().rpartition("\n## ")
+    assert section and re.fullmatch(r"Read next\n\n(- \[[^]]+\]\([^)]+\): .+(\n  .+)*\n?){2,4}", last), last[:200]
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs/README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", index))
+    assert {page.name for page in PAGES} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_pictures_exist(document):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert missing == []
 
 
 def test_the_lines_by_hand_are_there():

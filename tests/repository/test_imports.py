@@ -1,6 +1,7 @@
 """Guards the borders between the folders: who imports whom, who names an engine, who asks for its rank."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -160,3 +161,8 @@ def test_data_and_model_do_not_ask_which_process_they_are(folder, allowed):
         assert not any(name.startswith("torch.distributed") for name in imported(nodes)), path
         assert "environ" not in identifiers(nodes) or path == Path("data/tokenization.py"), path
     assert identifiers(in_use(MODULES[Path("distributed/process_group.py")])) & RANKS, "a renamed one would empty this"
+
+
+def test_the_guide_for_agents_lists_the_layers_in_order():
+    rows = re.findall(r"^\| `(\w+)/` \|", (ROOT / "AGENTS.md").read_text(), re.M)
+    assert rows == [*LAYERS, *BESIDE]
