@@ -1,4 +1,4 @@
-"""The doctor on warm ranks."""
+"""Provide the fixture that runs the doctor on forked ranks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from support.ranks import fork_ranks, launcher_environment
 
 @pytest.fixture
 def examine(tmp_path, monkeypatch):
-    """Run the doctor on two warm ranks: examine(plant, "--timeout", "2") -> exit codes, output, what its JSON says."""
+    """Run the doctor on forked ranks: examine(plant, "--timeout", "2") -> exit codes, output, JSON report."""
     monkeypatch.setattr(doctor, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(comm_benchmark, "message_sizes", lambda device: [2**16])
 
@@ -26,9 +26,9 @@ def examine(tmp_path, monkeypatch):
             return doctor.main(["--json", *arguments], gear)
 
         codes, output = fork_ranks(ranks, launcher_environment(DDP, ranks), work, meanwhile)
-        spoken = [line for line in output.splitlines() if line.startswith("{")]
-        assert len(spoken) == 1, output  # one rank speaks
+        reports = [line for line in output.splitlines() if line.startswith("{")]
+        assert len(reports) == 1, output  # only one rank prints
         assert "Traceback" not in output, output
-        return codes, output, json.loads(spoken[0])
+        return codes, output, json.loads(reports[0])
 
     return call

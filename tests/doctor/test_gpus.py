@@ -1,4 +1,4 @@
-"""Drivers, GPUs and topologies that are not on this machine, by what NVIDIA's tools print."""
+"""Drivers, GPUs and topologies of other machines are judged from the output of NVIDIA's tools."""
 
 import torch
 
@@ -13,31 +13,31 @@ def test_drivers(monkeypatch, tmp_path):
     assert gpus.driver_version(tmp_path / "none") is None
     assert gpus.torch_cuda() == torch.version.cuda
 
-    def told(*given) -> tuple[str, str]:
+    def verdict(*given) -> tuple[str, str]:
         found = gpus.check_driver(*given)
         assert (found.colour == "green") == (not found.advice)
         return found.colour, found.text
 
-    assert told("580.95.05", "13.0", 8) == ("green", "NVIDIA driver 580.95.05, torch's CUDA 13.0, 8 GPUs")
-    assert told("550.144.03", "13.0", 0)[0] == "red" and "which needs 580" in told("550.144.03", "13.0", 0)[1]
-    assert told("550.144.03", "12.8", 8)[0] == "green"
-    assert told("580.95.05", "13.0", 0)[0] == "red" and "sees no GPU" in told("580.95.05", "13.0", 0)[1]
-    assert told("580.95.05", None, 0)[0] == "red"
-    assert told(None, "13.0", 0)[0] == "green"
+    assert verdict("580.95.05", "13.0", 8) == ("green", "NVIDIA driver 580.95.05, torch's CUDA 13.0, 8 GPUs")
+    assert verdict("550.144.03", "13.0", 0)[0] == "red" and "needs 580" in verdict("550.144.03", "13.0", 0)[1]
+    assert verdict("550.144.03", "12.8", 8)[0] == "green"
+    assert verdict("580.95.05", "13.0", 0)[0] == "red" and "sees no GPU" in verdict("580.95.05", "13.0", 0)[1]
+    assert verdict("580.95.05", None, 0)[0] == "red"
+    assert verdict(None, "13.0", 0)[0] == "green"
 
 
-def test_gpus_that_are_taken_broken_or_hot():
+def test_gpus_that_are_in_use_broken_or_hot():
     row = "{}, NVIDIA H100 80GB HBM3, 81559, {}, {}, Not Active, {}\n"
     clean = "".join(row.format(i, 4, 0, "Not Active") for i in range(4))
     (found,) = gpus.check_gpus(clean)
     assert (found.colour, found.text) == ("green", "4 x NVIDIA H100 80GB HBM3 80 GiB, free")
     table = row.format(0, 70000, 0, "Not Active") + row.format(1, 4, 2, "Not Active") + row.format(2, 4, 0, "Active")
-    told = {finding.text: finding.colour for finding in gpus.check_gpus(table)}
-    assert set(told.values()) == {"yellow"}
-    assert [*told] == [
-        "taken already: 68.4 of 80 GiB of GPU 0",
-        "GPU 1: 2 uncorrected ECC errors since the start",
-        "GPU 2 is slowed down by heat or power",
+    colours = {finding.text: finding.colour for finding in gpus.check_gpus(table)}
+    assert set(colours.values()) == {"yellow"}
+    assert [*colours] == [
+        "memory in use: 68.4 of 80 GiB on GPU 0",
+        "GPU 1: 2 uncorrected ECC errors since the driver loaded",
+        "GPU 2: clocks reduced by heat or power",
     ]
     (found,) = gpus.check_gpus("0, NVIDIA GeForce RTX 4090, 24564, 12, [N/A], Not Active, Not Active\n")
     assert found.colour == "green"
@@ -68,6 +68,6 @@ def test_topologies():
     assert found.text == "NVLink between all 2 GPUs (NV18)"
     (found,) = gpus.check_topology(TWO_SOCKETS, 4)
     assert found.text.startswith(
-        "pairs without NVLink: 4 by SYS (0-2, 0-3, 1-2, 1-3); 1 by PHB (2-3); SYS crosses CPUs"
+        "pairs without NVLink: 4 over SYS (0-2, 0-3, 1-2, 1-3); 1 over PHB (2-3); SYS crosses CPU sockets"
     )
     assert [*gpus.check_topology(NVSWITCH, 1)] == [*gpus.check_topology("", 2)] == []

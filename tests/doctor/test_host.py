@@ -1,4 +1,4 @@
-"""What one machine lacks is found, and told once for all machines that lack it."""
+"""The doctor finds what a machine lacks, and reports it once for all machines that lack it."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def shell(line: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.cold
-def test_what_is_red_is_the_last_thing_on_the_screen(tmp_path):
+def test_red_findings_are_printed_last(tmp_path):
     (tmp_path / "runs").touch()
     ended = shell(f"accelerate launch --config_file {DDP} --num_processes 2 {ROOT}/src/doctor.py", tmp_path)
     last = ended.stderr.strip().splitlines()[-2:]
     assert ended.returncode == 1
     assert "rank 0-1" in ended.stdout and "not ready" in ended.stdout
-    assert "\x1b" not in ended.stdout, "no colours where there is no terminal"
+    assert "\x1b" not in ended.stdout, "colour codes without a terminal"
     assert last[0] == "red     disk        runs cannot be written: Not a directory", ended.stderr
     assert last[1].strip().startswith("-> ")
 
@@ -52,26 +52,26 @@ def test_a_machine_that_lacks_almost_everything(tmp_path):
         f"exec python {ROOT}/src/doctor.py --machine --json"
     )
     ended = shell(f"unshare -m sh -c {shlex.quote(steps)}", tmp_path)
-    told = json.loads(ended.stdout)
-    assert ended.returncode == 1 and told["verdict"] == "red", ended.stdout + ended.stderr
-    assert of_colour(told, "red") == {"disk": "runs cannot be written: No space left on device"}
-    assert of_colour(told, "yellow")["limits"] == "256 open files, 1 ranks may need 528"
-    # two ranks there: what a single one would not notice
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 1 and report["verdict"] == "red", ended.stdout + ended.stderr
+    assert of_colour(report, "red") == {"disk": "runs cannot be written: No space left on device"}
+    assert of_colour(report, "yellow")["limits"] == "256 open files; 1 ranks may need 528"
+    # Two ranks need shared memory, which a single rank does not use.
     look = (
         "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox.doctor import host; "
         "[print(host.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
     )
     line = f"mount -t tmpfs -o size=16m none /dev/shm; exec python -c {shlex.quote(look)} {ROOT}/src"
-    said = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path).stdout.splitlines()
-    assert "'yellow'" in said[0] and "gloo needs none" in said[0]
-    assert "'red'" in said[1] and "/dev/shm has 16 MiB; NCCL may need 128 MiB for 2 ranks" in said[1]
+    printed = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path).stdout.splitlines()
+    assert "'yellow'" in printed[0] and "gloo needs none" in printed[0]
+    assert "'red'" in printed[1] and "/dev/shm has 16 MiB; NCCL may need 128 MiB for 2 ranks" in printed[1]
     steps = f"mount -t tmpfs -o ro none runs; exec python {ROOT}/src/doctor.py --machine"
     ended = shell(f"unshare -m sh -c {shlex.quote(steps)}", tmp_path)
     assert "red     disk        runs cannot be written: Read-only file system" in ended.stdout, ended.stdout
 
 
 @pytest.mark.cold
-def test_one_machine_is_looked_at_without_torch(tmp_path):
+def test_one_machine_is_checked_without_torch(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import doctor; "
         "code = doctor.main(['--machine']); assert 'torch' not in sys.modules; sys.exit(code)"
@@ -88,16 +88,18 @@ def test_versions_out_of_bounds_and_untested():
         "green"
     ]
 
-    def told(**other: str | None) -> dict[str, str]:
+    def texts(**other: str | None) -> dict[str, str]:
         changed = {name: version for name, version in (found | other).items() if version is not None}
-        told = host.package_versions(changed, ROOT / "pyproject.toml", ROOT / "constraints.txt")
-        return {finding.colour: finding.text for finding in told}
+        findings = host.package_versions(changed, ROOT / "pyproject.toml", ROOT / "constraints.txt")
+        return {finding.colour: finding.text for finding in findings}
 
-    assert told(torch="2.9.1")["red"].startswith("torch 2.9.1 is not >=2.11 (below 2.10 a checkpoint can run code")
-    assert told(peft=None) == {"red": "peft is missing"}
+    assert texts(torch="2.9.1")["red"].startswith("torch 2.9.1 is not >=2.11 (below 2.10 a checkpoint can run code")
+    assert texts(peft=None) == {"red": "peft is missing"}
     tested = re.search(r"^deepspeed==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
-    assert told(deepspeed="0.19.9.9") == {"yellow": f"deepspeed 0.19.9.9 (tested: {tested})"}
-    assert set(told(torch=found["torch"].partition("+")[0] + "+cu130")) == {"green"}  # another build of the same
+    assert texts(deepspeed="0.19.9.9") == {"yellow": f"deepspeed 0.19.9.9 (tested: {tested})"}
+    assert set(texts(torch=found["torch"].partition("+")[0] + "+cu130")) == {
+        "green"
+    }  # another build of the same version
 
 
 def test_machines_that_differ():
@@ -109,7 +111,7 @@ def test_machines_that_differ():
     assert found.text == "torch 2.13.0 on node1, missing on node2"
 
 
-def test_what_is_the_same_on_all_machines_is_said_once():
+def test_a_finding_that_all_machines_share_is_listed_once():
     good, bad = Finding("green", "shm", "8 GiB"), Finding("red", "shm", "64 MiB", "give it more")
     merged = finding.merged([("node1", [good]), ("node2", [bad]), ("node3", [good])])
     assert [(f.colour, f.hosts) for f in merged] == [("green", ("node1", "node3")), ("red", ("node2",))]
@@ -125,7 +127,7 @@ def test_the_memory_of_a_container(tmp_path, monkeypatch):
     assert host._cgroup_room(tmp_path) == 3 * 2**30
     monkeypatch.setattr(host, "_cgroup_room", lambda: 3 * 2**30)
     assert host.memory(1).colour == "green"
-    assert "3 GiB free of the container's limit for 2 ranks" in host.memory(2).text
+    assert "3 GiB free below the container's limit; 2 ranks take" in host.memory(2).text
 
 
 def test_operations_that_would_be_compiled(monkeypatch, tmp_path):
@@ -139,7 +141,7 @@ def test_operations_that_would_be_compiled(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     (found,) = host.operations(gear, 1)
     assert found.colour == "red"
-    assert found.text.endswith("async_io, but there is no a C++ compiler, no libaio's headers, no nvcc")
+    assert found.text.endswith("async_io; missing: C++ compiler, libaio headers, nvcc")
     (tmp_path / "async_io.so").touch()
     assert [finding.colour for finding in host.operations(gear, 1)] == ["green"]
     forced = json.loads((ROOT / "ds_configs" / "zero3_offload.json").read_text())

@@ -1,4 +1,4 @@
-"""The address that other machines are told, and the hub."""
+"""The doctor checks the address that other machines get, and access to the Hub."""
 
 import threading
 
@@ -10,25 +10,30 @@ from gearbox.doctor import network
 @pytest.mark.parametrize(
     ("resolved", "environment", "colour", "words"),
     [
-        (["127.0.1.1"], {}, "red", "node1 resolves to 127.0.1.1: gloo would tell 1 other machines"),
+        (["127.0.1.1"], {}, "red", "node1 resolves to 127.0.1.1: gloo would give 1 other machines a wrong address"),
         (["127.0.0.1", "::1"], {}, "red", "node1 resolves to 127.0.0.1"),
         ([], {}, "red", "node1 does not resolve"),
-        (["10.9.9.9"], {}, "red", "node1 resolves to 10.9.9.9"),  # an address that no interface here has
+        (["10.9.9.9"], {}, "red", "node1 resolves to 10.9.9.9"),  # no interface has this address
         (["127.0.1.1", "10.0.0.5"], {}, "green", "node1 is 10.0.0.5 on eth1"),
         (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth1"}, "green", "eth1"),
-        (["10.0.0.5"], {"GLOO_SOCKET_IFNAME": "^lo"}, "red", "gloo wants a whole name"),
-        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "ib"}, "red", "NCCL_SOCKET_IFNAME=ib fits none"),
+        (
+            ["10.0.0.5"],
+            {"GLOO_SOCKET_IFNAME": "^lo"},
+            "red",
+            "GLOO_SOCKET_IFNAME=^lo is not an interface; gloo needs a full name",
+        ),
+        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "ib"}, "red", "NCCL_SOCKET_IFNAME=ib matches none"),
         (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "eth"}, "green", "eth1"),
-        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "=eth"}, "red", "fits none"),
+        (["10.0.0.5"], {"NCCL_SOCKET_IFNAME": "=eth"}, "red", "matches none"),
     ],
 )
-def test_the_address_that_other_machines_are_told(resolved, environment, colour, words):
+def test_the_address_that_other_machines_get(resolved, environment, colour, words):
     interfaces = {"lo": ["127.0.0.1"], "eth1": ["10.0.0.5"]}
     addresses = network.HostAddresses("node1", resolved, interfaces, way_out="10.0.0.5")
     found = network.check_address(addresses, 2, 8, environment)
     assert found.colour == colour and words in found.text
     if colour == "red":
-        assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface that leads to the first machine
+        assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface on the route to the first machine
     alone = network.check_address(addresses, 1, 8, environment)
     assert alone.colour == "green"
 

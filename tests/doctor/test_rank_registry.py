@@ -1,4 +1,4 @@
-"""A rank that does not come, dies, fails, hangs or is stopped is named; so are machines that have not met."""
+"""The doctor names a rank that is missing, dies, fails, hangs or is stopped, and refuses machines that have not met."""
 
 import json
 import os
@@ -26,34 +26,34 @@ def release(children: list[int]) -> None:
 
 
 def in_broadcast(act):
-    """On rank 1, in the middle of the doctor's work."""
+    """Return a fault that calls `act` on rank 1, in the middle of the doctor's work."""
     return on_rank_1(lambda: comm_benchmark.COLLECTIVES.update(broadcast=lambda *_: act()))
 
 
-def test_a_rank_that_never_comes(examine):
-    codes, _, told = examine(on_rank_1(lambda: time.sleep(60)), "--timeout", "2", meanwhile=release)
-    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) did not come within 2 s"}
+def test_a_rank_that_never_starts(examine):
+    codes, _, report = examine(on_rank_1(lambda: time.sleep(60)), "--timeout", "2", meanwhile=release)
+    assert of_colour(report, "red") == {"ranks": f"rank 1 ({HOST}) did not start within 2 s"}
     assert codes[0] == 1
 
 
 def test_a_rank_that_dies(examine):
-    codes, _, told = examine(in_broadcast(lambda: os._exit(9)))
-    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) has died in broadcast of 64 KiB"}
+    codes, _, report = examine(in_broadcast(lambda: os._exit(9)))
+    assert of_colour(report, "red") == {"ranks": f"rank 1 ({HOST}) died in broadcast of 64 KiB"}
     assert codes == [1, 9]
 
 
 def test_a_rank_that_dies_where_nothing_fails_by_itself(examine, monkeypatch):
-    """The others wait outside any collective, as they would inside one of NCCL's."""
+    """The other rank waits outside any collective, so no call fails; NCCL's collectives behave like this."""
     monkeypatch.setattr(gpus, "take_device", lambda local_rank: os._exit(9) if local_rank else torch.device("cpu"))
-    _, _, told = examine(lambda rank: None, "--timeout", "8")
-    assert of_colour(told, "red") == {"ranks": f"rank 1 ({HOST}) has died in check-in"}
+    _, _, report = examine(lambda rank: None, "--timeout", "8")
+    assert of_colour(report, "red") == {"ranks": f"rank 1 ({HOST}) died in check-in"}
 
 
 def test_a_first_rank_that_dies(examine):
-    """It would have spoken; another does."""
+    """Another rank prints the report in place of rank 0."""
     fault = {"broadcast": lambda *_: os._exit(9)}
-    codes, _, told = examine(lambda rank: comm_benchmark.COLLECTIVES.update(fault) if rank == 0 else None)
-    assert of_colour(told, "red") == {"ranks": f"rank 0 ({HOST}) has died in broadcast of 64 KiB"}
+    codes, _, report = examine(lambda rank: comm_benchmark.COLLECTIVES.update(fault) if rank == 0 else None)
+    assert of_colour(report, "red") == {"ranks": f"rank 0 ({HOST}) died in broadcast of 64 KiB"}
     assert codes == [9, 1]
 
 
@@ -61,29 +61,29 @@ def test_a_rank_that_fails(examine):
     def fail(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand a page more")
 
-    _, _, told = examine(in_broadcast(fail))
-    said = f"rank 1 ({HOST}) failed in broadcast of 64 KiB: CUDA error: an illegal memory access was encountered"
-    assert of_colour(told, "red") == {"ranks": said}
+    _, _, report = examine(in_broadcast(fail))
+    line = f"rank 1 ({HOST}) failed in broadcast of 64 KiB: CUDA error: an illegal memory access was encountered"
+    assert of_colour(report, "red") == {"ranks": line}
 
 
 def test_a_rank_that_is_busy_elsewhere(examine):
-    _, _, told = examine(in_broadcast(lambda: time.sleep(60)), "--timeout", "4", meanwhile=release)
-    said = rf"rank 1 \({HOST}\) does not take part in broadcast of 64 KiB for 4 s, in .*\(test_rank_registry.py:\d+\)"
-    assert re.fullmatch(said, of_colour(told, "red")["ranks"]), told["findings"]
+    _, _, report = examine(in_broadcast(lambda: time.sleep(60)), "--timeout", "4", meanwhile=release)
+    line = rf"rank 1 \({HOST}\) did not join broadcast of 64 KiB within 4 s; running .*\(test_rank_registry.py:\d+\)"
+    assert re.fullmatch(line, of_colour(report, "red")["ranks"]), report["findings"]
 
 
 def test_a_rank_that_is_stopped(examine):
     stop = in_broadcast(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    _, _, told = examine(stop, "--timeout", "4", meanwhile=release)
-    said = f"rank 1 ({HOST}) does not answer: dead, stopped, or cut off, in broadcast of 64 KiB"
-    assert of_colour(told, "red") == {"ranks": said}
+    _, _, report = examine(stop, "--timeout", "4", meanwhile=release)
+    line = f"rank 1 ({HOST}) does not respond in broadcast of 64 KiB: dead, stopped or disconnected"
+    assert of_colour(report, "red") == {"ranks": line}
 
 
-def test_the_launcher_is_told_why(examine, tmp_path, monkeypatch):
+def test_the_launcher_learns_why(examine, tmp_path, monkeypatch):
     monkeypatch.setenv("GEARBOX_OUTCOME_FILE", str(tmp_path / "outcome"))
     examine(in_broadcast(lambda: os._exit(9)))
     outcome = json.loads((tmp_path / "outcome").read_text())
-    assert outcome["outcome"] == "failed" and f"rank 1 ({HOST}) has died" in outcome["text"]
+    assert outcome["outcome"] == "failed" and f"rank 1 ({HOST}) died" in outcome["text"]
 
 
 @pytest.mark.ranks

@@ -1,4 +1,4 @@
-"""Gradients and parameters that differ between ranks are found, under the doctor and in a loop of one's own."""
+"""The doctor and a user's own loop find gradients and parameters that differ between ranks."""
 
 import re
 
@@ -28,14 +28,14 @@ def changed_model(change):
 
 
 def test_a_rank_that_drops_a_gradient(examine):
-    codes, _, told = examine(changed_model(lambda model: model.head.weight.register_hook(torch.zeros_like)))
-    assert of_colour(told, "red") == {"gradients": "head.weight: the gradient of rank 1 is 0, the others' is not"}
-    assert codes == [1, 0]  # that of a machine's first rank counts
+    codes, _, report = examine(changed_model(lambda model: model.head.weight.register_hook(torch.zeros_like)))
+    assert of_colour(report, "red") == {"gradients": "head.weight: gradient is 0 on rank 1, unlike the others"}
+    assert codes == [1, 0]  # the first rank of a machine sets the exit code
 
 
 def test_a_rank_that_freezes_a_parameter(examine):
-    _, _, told = examine(changed_model(lambda model: model.head.bias.requires_grad_(False)))
-    assert of_colour(told, "red") == {"gradients": "head.bias: rank 1 has no gradient, the others have one"}
+    _, _, report = examine(changed_model(lambda model: model.head.bias.requires_grad_(False)))
+    assert of_colour(report, "red") == {"gradients": "head.bias: no gradient on rank 1, unlike the others"}
 
 
 def test_a_parameter_that_differs(examine):
@@ -43,13 +43,13 @@ def test_a_parameter_that_differs(examine):
         with torch.no_grad():
             model.layer.bias[3] += 1e-6
 
-    _, _, told = examine(changed_model(change))
-    assert of_colour(told, "red") == {"parameters": "the same seed gave other values: layer.bias is another on rank 1"}
+    _, _, report = examine(changed_model(change))
+    assert of_colour(report, "red") == {"parameters": "values from the same seed differ: layer.bias differs on rank 1"}
 
 
 @pytest.mark.ranks
 def test_the_documented_snippet(tmp_path):
-    """As it stands in the document, on two ranks, healthy; and where rank 1 has another weight and drops a gradient."""
+    """Run the documented snippet on two healthy ranks, then with a changed weight and a dropped gradient on rank 1."""
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "doctor.md").read_text(), re.S)
 
     def run(faulty: bool) -> str:
@@ -68,11 +68,11 @@ def test_the_documented_snippet(tmp_path):
         assert codes == [0, 0], output
         return output
 
-    said = run(faulty=False)
-    assert said.splitlines() == ["in step", "[rank 0] 4 gradients", "[rank 1] 4 gradients"], said
-    said = run(faulty=True)
-    assert "module.1.bias is another on rank 1" in said
-    assert "module.0.weight: the gradient of rank 1 is 0, the others' is not" in said
+    output = run(faulty=False)
+    assert output.splitlines() == ["in step", "[rank 0] 4 gradients", "[rank 1] 4 gradients"], output
+    output = run(faulty=True)
+    assert "module.1.bias differs on rank 1" in output
+    assert "module.0.weight: gradient is 0 on rank 1, unlike the others" in output
 
 
 @pytest.mark.ranks
@@ -85,16 +85,18 @@ def test_gradients_that_are_not_finite_or_not_averaged():
             model.weight.fill_(1)
             model.bias.fill_(0)
         model(torch.full((1, 3), 1.0 + rank)).sum().backward()
-        told = [gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters(), averaged=True)]
-        assert told == ["after averaging rank 1 has another gradient than the others", ""], told
+        problems = [
+            gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters(), averaged=True)
+        ]
+        assert problems == ["gradient still differs after averaging on rank 1", ""], problems
         checked = replica_sync.check_gradients(model.named_parameters())
         assert [gradient.problem for gradient in checked] == ["", ""]
         assert checked[0].before == pytest.approx([3**0.5, 2 * 3**0.5])
         assert checked[0].after == pytest.approx([1.5 * 3**0.5] * 2)
         if rank == 1:
             model.bias.grad.fill_(float("nan"))
-        told = [gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters())]
-        assert told == ["", "the gradient of rank 1 is not finite"], told
+        problems = [gradient.problem for gradient in replica_sync.check_gradients(model.named_parameters())]
+        assert problems == ["", "gradient is not finite on rank 1"], problems
 
     codes, output = fork_ranks(2, {}, work)
     assert codes == [0, 0], output
@@ -103,5 +105,5 @@ def test_gradients_that_are_not_finite_or_not_averaged():
 def test_shards_are_refused():
     model = torch.nn.Linear(2, 2)
     model.weight.device_mesh = "a mesh"
-    with pytest.raises(UserError, match="weight: is cut over ranks"):
+    with pytest.raises(UserError, match="weight: sharded by this gear; only full copies"):
         replica_sync.check_parameters(model)

@@ -1,1 +1,1 @@
-"""Whether this machine, or this cluster, is ready."""
+"""Check whether this machine, or this cluster, is ready to train."""

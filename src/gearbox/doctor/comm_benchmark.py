@@ -1,7 +1,7 @@
-"""Measure what the ranks send each other and whether it arrives; measure how fast each of them computes.
+"""Measure collectives and links between ranks, check the values they deliver, and time a matrix product on each rank.
 
-Every rank calls the same functions. Each returns what this rank saw; the ranks gather it, and comm_verdicts judges all
-ranks' figures. Values tell who sent them: rank r writes r + 1 where the other ranks write nothing.
+Every rank calls the same functions. Each call returns this rank's measurements. The ranks gather these, and
+comm_verdicts judges them. A value identifies its sender: rank r writes r + 1, the other ranks write nothing there.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ import torch.distributed as dist
 from gearbox.console import format_bytes_short
 
 KiB, MiB = 2**10, 2**20
-ALL_PAIRS = 16  # ranks up to which every pair is a link; then neighbours, and one pair for each two machines
+ALL_PAIRS = 16  # up to this many ranks every pair is measured; above, neighbours and one pair per two machines
 REPEATS = 5
 EnterStage = Callable[[str], None]
 Measured = tuple[int, float, list[int]]
-"""Bytes, this rank's seconds, and the ranks whose values came wrong."""
+"""Bytes, this rank's seconds, and the ranks whose values arrived wrong."""
 Links = dict[tuple[int, int], tuple[float, float]]
-"""By pair of ranks: seconds one way of a few bytes, and bytes a second."""
+"""Pair of ranks -> (one-way seconds of a few bytes, bytes per second)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a collective sends."""
+    """The message of one collective: its size, its device and the rank that measures."""
 
     rank: int
     """The rank that measures."""
     num_ranks: int
     part: int
-    """Elements for each rank, of each rank's."""
+    """Elements that each rank sends to each rank."""
     device: torch.device
     is_smallest: bool
     """Whether this is the first of several sizes."""
 
     @property
     def num_bytes(self) -> int:
-        """What this rank sends to all ranks together, in float32."""
+        """The bytes that this rank sends to all ranks, in float32."""
         return 4 * self.part * self.num_ranks
 
     def each_rank(self, first: int = 1) -> torch.Tensor:
-        """Return a number for each rank, from `first` on."""
+        """Return consecutive numbers, one for each rank, starting at `first`."""
         return torch.arange(first, first + self.num_ranks, device=self.device)
 
     def zeros(self, *shape: int) -> torch.Tensor:
-        """Return a buffer on the device."""
+        """Return a zeroed buffer on the device."""
         return torch.zeros(*shape, device=self.device)
 
 
 def message_sizes(device: torch.device) -> list[int]:
-    """Return the sizes to measure, in bytes."""
+    """Return the message sizes to measure, in bytes."""
     return [64 * KiB, MiB, 16 * MiB] + ([256 * MiB] if device.type == "cuda" else [])
 
 
 def measure_collectives(device: torch.device, enter_stage: EnterStage) -> dict[str, list[Measured]]:
-    """Measure and check each collective with each size of message."""
+    """Time each collective at each message size, and check its values."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, list[Measured]] = {}
     for number, num_bytes in enumerate(message_sizes(device)):
@@ -82,7 +82,7 @@ def measure_collectives(device: torch.device, enter_stage: EnterStage) -> dict[s
 
 
 Collective = tuple[Callable[[], object], Callable[[], list[int]]]
-"""The work to time, and a check that returns the ranks whose values came wrong."""
+"""The work to time, and a check that returns the ranks whose values arrived wrong."""
 
 
 def _all_reduce(message: Message) -> Collective:
@@ -112,7 +112,7 @@ def _all_gather(message: Message) -> Collective:
 
 def _reduce_scatter(message: Message) -> Collective:
     rank, num_ranks = message.rank, message.num_ranks
-    sent = message.zeros(num_ranks, message.part // num_ranks, num_ranks)  # [for whom, ..., from whom]
+    sent = message.zeros(num_ranks, message.part // num_ranks, num_ranks)  # [receiver, ..., sender]
     sent[:, :, rank] = (rank + 1 + num_ranks * message.each_rank(0)).view(num_ranks, 1).float()
     received = message.zeros(message.part // num_ranks, num_ranks)
 
@@ -183,13 +183,13 @@ COLLECTIVES: dict[str, Callable[[Message], Collective]] = {
 
 
 def _wrong(values: torch.Tensor, right: torch.Tensor) -> list[int]:
-    """Return the rows [from whom, ...] that are not filled with the value that is right for them."""
+    """Return the rows of `values` ([sender, ...]) that differ anywhere from their expected value in `right`."""
     rows: list[int] = (values != right.view(-1, 1).to(values.dtype)).any(1).nonzero().flatten().tolist()
     return rows
 
 
 def _exchange(operations: list[tuple[Callable[..., object], torch.Tensor, int]]) -> None:
-    """Send and receive as pipelines do: batched, so that NCCL makes no communicator for each pair."""
+    """Send and receive in one batch, as pipelines do: NCCL then needs no communicator per pair."""
     for work in dist.batch_isend_irecv([dist.P2POp(*operation) for operation in operations]):
         work.wait()
 
@@ -211,7 +211,7 @@ def _median_seconds(work: Callable[[], object], device: torch.device, repeats: i
 
 
 def pairs(hosts: list[str]) -> list[tuple[int, int]]:
-    """Return the links to measure: the pairs of ranks. `hosts` are the ranks' hosts."""
+    """Return the pairs of ranks to measure. `hosts` lists the host of each rank."""
     if len(hosts) <= ALL_PAIRS:
         return list(combinations(range(len(hosts)), 2))
     first = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
@@ -220,9 +220,10 @@ def pairs(hosts: list[str]) -> list[tuple[int, int]]:
 
 
 def measure_links(hosts: list[str], device: torch.device, enter_stage: EnterStage) -> dict[str, tuple[float, float]]:
-    """Measure each pair (`0-1`, ...) of which this rank is the first; return seconds and bytes a second, as in Links.
+    """Measure all pairs of ranks, and return those that this rank starts.
 
-    One pair after the other, with all others waiting: each has the network for itself.
+    Keys are pairs such as `0-1`; values are seconds and bytes per second, as in Links. Pairs run one after the other
+    while the other ranks wait, so each pair has the network to itself.
     """
     rank = dist.get_rank()
     small = torch.zeros(2, device=device)
@@ -243,10 +244,10 @@ def measure_links(hosts: list[str], device: torch.device, enter_stage: EnterStag
 
 
 def _one_way_seconds(tensor: torch.Tensor, peer: int, sends_first: bool, repeats: int) -> float:
-    """Send a tensor to the peer and back; return the seconds one way of the fastest time."""
+    """Send a tensor to the peer and back; return the fastest one-way time in seconds."""
     ways = (dist.isend, dist.irecv) if sends_first else (dist.irecv, dist.isend)
     seconds = []
-    for _ in range(1 + repeats):  # the first makes the connection
+    for _ in range(1 + repeats):  # the first round opens the connection
         _wait(tensor.device)
         began = time.perf_counter()
         for way in ways:
@@ -257,15 +258,14 @@ def _one_way_seconds(tensor: torch.Tensor, peer: int, sends_first: bool, repeats
 
 
 def join_links(parts: list[dict[str, tuple[float, float]]]) -> Links:
-    """Join what each rank returned from `measure_links`."""
+    """Merge the results of `measure_links` of all ranks."""
     return {(int(a), int(b)): figures for part in parts for name, figures in part.items() for a, b in [name.split("-")]}
 
 
 def measure_speed(device: torch.device, local_rank: int, num_turns: int, enter_stage: EnterStage) -> float:
-    """Return the floating point operations a second of a matrix product: of five rounds a GPU's median, a CPU's best.
+    """Return the FLOP/s of a matrix product: the median of five rounds on a GPU, the best of five on a CPU.
 
-    Ranks that share a machine's cores take turns, so that they do not slow each other. GPUs run all at once, as in
-    training.
+    CPU ranks of one machine take turns, because they share its cores. GPUs run at the same time, as in training.
     """
     is_gpu = device.type == "cuda"
     width, batch, dtype = (8192, 10, torch.bfloat16) if is_gpu else (384, 1, torch.float32)

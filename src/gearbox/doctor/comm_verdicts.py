@@ -1,4 +1,4 @@
-"""Judge the figures that comm_benchmark measured on all ranks."""
+"""Turn the measurements of comm_benchmark into findings: wrong values, slow links and slow ranks."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from gearbox.console import format_figure
 from gearbox.doctor.comm_benchmark import COLLECTIVES, Links, Measured
 from gearbox.doctor.finding import Finding, shorten
 
-# Shares of the median. A CPU's speed depends on its other work, and its ranks' links are its own memory.
+# Shares of the median. CPU bounds are looser: other work slows a CPU, and its ranks' links are its own memory.
 SLOW_LINK = {"cuda": (0.5, 0.5), "cpu": (0.0, 0.2)}  # within machines, between machines
 SLOW_RANK = {"cuda": 0.7, "cpu": 0.5}
 
 
 def judge_values(measured: list[dict[str, list[Measured]]]) -> Finding:
-    """Judge by all ranks' figures whether every rank received what the others had sent, and name the likely culprit."""
+    """Report whether every rank received the values that the others sent; if not, name the likely culprit."""
     problems = []
     for name in measured[0]:
         by_rank = [sorted({source for _, _, wrong in own[name] for source in wrong}) for own in measured]
         if wrong := {rank: sources for rank, sources in enumerate(by_rank) if sources}:
             problems.append(f"{name}: {likely_culprit(wrong, len(measured))}")
     if not problems:
-        return Finding("green", "values", f"{', '.join(measured[0])}: right on all {len(measured)} ranks")
-    advice = "run that machine's GPUs through dcgmi diag -r 3, and again with NCCL_P2P_DISABLE=1 or another driver"
+        return Finding("green", "values", f"{', '.join(measured[0])}: correct on all {len(measured)} ranks")
+    advice = "run dcgmi diag -r 3 on that machine; then retry with NCCL_P2P_DISABLE=1 or another driver"
     return Finding("red", "values", "; ".join(problems), advice)
 
 
 def likely_culprit(wrong: dict[int, list[int]], num_ranks: int) -> str:
-    """Describe where values came wrong. `wrong`: rank to the ranks whose values came wrong there."""
+    """Describe where values arrived wrong. `wrong` maps a receiving rank to the ranks whose values it got wrong."""
     sources = {source for bad in wrong.values() for source in bad}
     if len(wrong) == 1:
         rank, bad = next(iter(wrong.items()))
-        whose = "all" if len(bad) == num_ranks else ", ".join(map(str, bad))
-        return f"rank {rank} received wrong values (of rank{'s' if len(bad) > 1 else ''} {whose}), the others did not"
+        sent_by = f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
+        whose = "all ranks" if len(bad) == num_ranks else sent_by
+        return f"only rank {rank} received wrong values (from {whose})"
     if len(sources) == 1:
-        return f"what rank {sources.pop()} sent came wrong on ranks {', '.join(map(str, wrong))}"
-    return "; ".join(f"from {', '.join(map(str, bad))} to {rank}" for rank, bad in wrong.items())
+        return f"values from rank {sources.pop()} arrived wrong on ranks {', '.join(map(str, wrong))}"
+    return "; ".join(f"wrong from {', '.join(map(str, bad))} to {rank}" for rank, bad in wrong.items())
 
 
 def bandwidths(measured: list[dict[str, list[Measured]]]) -> dict[str, list[tuple[int, float, float]]]:
-    """Return by collective and size: bytes, seconds of the slowest rank, and the bytes a second that each link carries.
+    """Return (bytes, seconds of the slowest rank, bus bandwidth in bytes per second) by collective and message size.
 
-    The last is nccl-tests' bus bandwidth: comparable between collectives, numbers of ranks, and with the hardware's.
+    Bus bandwidth is defined as in nccl-tests: the load of each link. It is comparable across collectives and numbers
+    of ranks, and with the hardware's figure.
     """
     share = (len(measured) - 1) / len(measured)
     factor = {"all_reduce": 2 * share, "broadcast": 1.0, "send_recv": 1.0}
@@ -57,9 +59,9 @@ def bandwidths(measured: list[dict[str, list[Measured]]]) -> dict[str, list[tupl
 
 
 def judge_links(links: Links, hosts: list[str], least: tuple[float, float]) -> list[Finding]:
-    """Judge the links within machines, and those between machines; yellow below that share of the median.
+    """Judge the links within machines and between machines; a link below `least` of the median is yellow.
 
-    `least` has two shares: within machines, between machines.
+    `least` holds two shares: within machines, between machines.
     """
     findings = []
     for is_within, share in zip((True, False), least, strict=True):
@@ -76,23 +78,23 @@ def _judge_link_group(links: Links, hosts: list[str], is_within: bool, least: fl
     summary = f"{len(rates)} {'within' if is_within else 'between'} machines: {_rate(usual)}, {_delay(delay)}"
     slow = {pair: rate for pair, rate in rates.items() if rate < least * usual}
     if not slow:
-        tail = f"; the slowest, {_pair(pair, hosts)}, {_rate(slowest)}" if len(rates) > 1 else ""
+        tail = f"; slowest: {_pair(pair, hosts)} {_rate(slowest)}" if len(rates) > 1 else ""
         return Finding("green", "links", summary + tail)
     text = f"{summary}; slow: {', '.join(f'{_pair(p, hosts)} {_rate(r)}' for p, r in list(slow.items())[:4])}"
     if len(slow) > 4:
         text += f" and {len(slow) - 4} more"
     if guilty := _slow_everywhere(slow, rates):
-        text += f"; every link of rank {', '.join(f'{rank} ({hosts[rank]})' for rank in guilty)} is"
+        text += f"; all links of rank {', '.join(f'{rank} ({hosts[rank]})' for rank in guilty)} are slow"
     advice = (
-        "nvidia-smi topo -m, nvidia-smi nvlink -s and the PCIe width in nvidia-smi -q show a link that is down"
+        "look for a link that is down: nvidia-smi topo -m, nvidia-smi nvlink -s, the PCIe width in nvidia-smi -q"
         if is_within
-        else "look at cable, port and switch (ethtool, ibstat), and whether NCCL_SOCKET_IFNAME names the fast one"
+        else "check cable, port and switch (ethtool, ibstat), and whether NCCL_SOCKET_IFNAME names the fast interface"
     )
     return Finding("yellow", "links", text, advice)
 
 
 def _slow_everywhere(slow: dict[tuple[int, int], float], rates: dict[tuple[int, int], float]) -> list[int]:
-    """Return the ranks whose links are all slow; none where there is one link, or where that is true of all ranks."""
+    """Return the ranks whose links are all slow. Return none if there is one link, or if all ranks are affected."""
     if len(rates) == 1:
         return []
     guilty = [rank for rank in _ranks_of(slow) if all(pair in slow for pair in rates if rank in pair)]
@@ -104,16 +106,18 @@ def _ranks_of(pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def judge_speeds(rates: list[float], hosts: list[str], devices: list[str], least: float = 0.7) -> Finding:
-    """Judge the slowest rank: yellow below `least` of the median, or with two ranks of the faster one."""
+    """Judge the slowest rank: yellow below `least` of the median (of two ranks, of the faster one)."""
     usual = statistics.median_high(rates)
     slow = [rank for rank, rate in enumerate(rates) if rate < least * usual]
-    summary = f"{_flops(usual)} a rank in a matrix product"
+    summary = f"{_flops(usual)} per rank in a matrix product"
     if not slow:
         slowest = min(range(len(rates)), key=rates.__getitem__)
-        tail = f"; the slowest, rank {slowest} ({hosts[slowest]}), {_flops(rates[slowest])}" if len(rates) > 1 else ""
+        tail = f"; slowest: rank {slowest} ({hosts[slowest]}) {_flops(rates[slowest])}" if len(rates) > 1 else ""
         return Finding("green", "compute", summary + tail)
     names = shorten([f"rank {rank} ({hosts[rank]}, {devices[rank]}) {_flops(rates[rank])}" for rank in slow])
-    advice = "all wait for it at every step: nvidia-smi -q -d PERFORMANCE,CLOCK there; see what else runs on it"
+    advice = (
+        "every step waits for it: run nvidia-smi -q -d PERFORMANCE,CLOCK there, and check what else uses that device"
+    )
     return Finding("yellow", "compute", f"{summary}; slow: {names}", advice)
 
 

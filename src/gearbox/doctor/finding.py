@@ -1,4 +1,4 @@
-"""One line of the doctor: green, yellow or red, with what to do. No torch."""
+"""Define a finding: one green, yellow or red line of the doctor, with advice. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Colour = Literal["green", "yellow", "red"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Green: as it should be. Yellow: training runs, slower or not for long. Red: it fails, or trains another model."""
+    """A finding. Green: fine. Yellow: training runs, but slowly or not for long. Red: it fails or trains wrongly."""
 
     colour: Colour
     name: str
-    """One word; the same in docs/doctor.md."""
+    """One word, as listed in docs/doctor.md."""
     text: str
     advice: str = ""
-    """What to do; empty where it is green."""
+    """What to do; empty if green."""
     hosts: tuple[str, ...] = ()
-    """The machines with this finding; empty where it is about all of them."""
+    """The machines with this finding; empty if it applies to all machines."""
 
 
 def merged(of_machines: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding]:
-    """Merge the findings of several machines (host and findings): a finding that all have is there once.
+    """Merge the findings of several machines, given as (host, findings); list a finding that all share once.
 
-    Green lines that differ in their figures become the first of them: a screen has no room for a hundred machines.
+    Green findings that differ only in their figures are reduced to the first: a hundred machines do not fit a screen.
     """
     names = dict.fromkeys(finding.name for _, findings in of_machines for finding in findings)
     lines = []
@@ -52,7 +52,7 @@ def merged(of_machines: Sequence[tuple[str, Sequence[Finding]]]) -> list[Finding
 
 
 def differing(versions: dict[str, dict[str, str]]) -> Finding | None:
-    """Return a red finding where machines (host to package to version) have different versions, else None."""
+    """Return a red finding if machines have different versions (host -> package -> version), else None."""
     problems = []
     for package in sorted({name for found in versions.values() for name in found}):
         by_version: dict[str, list[str]] = {}
@@ -62,13 +62,11 @@ def differing(versions: dict[str, dict[str, str]]) -> Finding | None:
             problems.append(f"{package} " + ", ".join(f"{v} on {shorten(hosts)}" for v, hosts in by_version.items()))
     if not problems:
         return None
-    return Finding(
-        "red", "machines", "; ".join(problems), "start the same image, or the same environment, on all of them"
-    )
+    return Finding("red", "machines", "; ".join(problems), "use the same image or environment on all machines")
 
 
 def shorten(names: Sequence[str], most: int = 4) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first `most` names, and how many more there are."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -82,14 +80,14 @@ def show(screen: Console, findings: Sequence[Finding]) -> None:
 
 
 def lines(finding: Finding) -> list[str]:
-    """Return the lines of the screen: the finding, and below it what to do."""
+    """Return the printed lines: the finding, and its advice below it."""
     where = f"{shorten(finding.hosts)}: " if finding.hosts else ""
     first = f"{finding.colour:<7} {finding.name:<11} {where}{finding.text}"
     return [first, f"{'':<19} -> {finding.advice}"] if finding.advice else [first]
 
 
 def worst(findings: Sequence[Finding]) -> Colour:
-    """Return the worst colour, green where there are no findings."""
+    """Return the worst colour; green if there are no findings."""
     colours = {finding.colour for finding in findings}
     return "red" if "red" in colours else "yellow" if "yellow" in colours else "green"
 
@@ -100,5 +98,5 @@ def as_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def from_json(findings: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Return the findings that `as_json` was given."""
+    """Return the findings that `as_json` converted."""
     return [Finding(**{**found, "hosts": tuple(found["hosts"])}) for found in findings]

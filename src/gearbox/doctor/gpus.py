@@ -1,4 +1,4 @@
-"""This machine's GPUs, as the driver and nvidia-smi report them. torch is imported only where there is a driver."""
+"""Check this machine's GPUs through the driver and nvidia-smi. Import torch only if a driver is present."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
-# CUDA's major version to the oldest driver that supports it (NVIDIA's table of minor version compatibility).
+# CUDA major version -> oldest driver that supports it (from NVIDIA's table of minor version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-TAKEN_MIB = 1024  # the driver keeps a few hundred of an idle GPU
+TAKEN_MIB = 1024  # on an idle GPU the driver itself uses a few hundred MiB
 SMI_SECONDS = 10
 COLUMNS = (
     "index",
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
-    """Return the findings, and the number of GPUs that torch can use here."""
+    """Return the findings, and the number of GPUs that torch can use on this machine."""
     driver, cuda = driver_version(), torch_cuda()
     if driver is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return [check_driver(driver, cuda, 0)], 0
@@ -43,14 +43,14 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     findings = [check_driver(driver, cuda, num_gpus)]
     if num_gpus < num_ranks and num_gpus:
-        text = f"{num_ranks} ranks here, but {num_gpus} GPUs"
-        findings.append(Finding("red", "gpus", text, f"give --num_processes {num_gpus} for each machine"))
+        text = f"{num_ranks} ranks on this machine, but {num_gpus} GPUs"
+        findings.append(Finding("red", "gpus", text, f"use --num_processes {num_gpus} per machine"))
     try:
         findings += check_gpus(_smi(f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits"))
         findings += check_topology(_smi("topo", "-m"), num_gpus)
     except (OSError, subprocess.SubprocessError) as error:
-        problem = "is not there" if isinstance(error, FileNotFoundError) else f"fails: {error}"
-        advice = "in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility; else look at dmesg for Xid errors"
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"failed: {error}"
+        advice = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere look for Xid errors in dmesg"
         findings.append(Finding("yellow", "gpus", f"nvidia-smi {problem}", advice))
     if cuda is not None and num_gpus:
         findings += check_quantizer(cuda)
@@ -58,7 +58,7 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
 
 
 def driver_version(path: Path = DRIVER) -> str | None:
-    """Return the version of the NVIDIA driver that is loaded, such as 580.95.05."""
+    """Return the version of the loaded NVIDIA driver, such as 580.95.05, or None without a driver."""
     try:
         found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", path.read_text())
     except OSError:
@@ -67,7 +67,7 @@ def driver_version(path: Path = DRIVER) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version that torch is built for, such as 13.0. Reading it is faster than importing torch."""
+    """Return the CUDA version of the torch build, such as 13.0. Read it from a file: importing torch is slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -79,60 +79,62 @@ def torch_cuda() -> str | None:
 def check_driver(driver: str | None, cuda: str | None, num_gpus: int) -> Finding:
     """Check that the driver supports torch's CUDA, and that torch sees a GPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return Finding("green", "driver", "CUDA_VISIBLE_DEVICES hides all GPUs: a rehearsal on the CPU")
+        return Finding("green", "driver", "CUDA_VISIBLE_DEVICES hides all GPUs; training runs on the CPU")
     if driver is None:
-        return Finding("green", "driver", "no NVIDIA driver: a rehearsal on the CPU")
+        return Finding("green", "driver", "no NVIDIA driver; training runs on the CPU")
     if cuda is None:
         text = f"NVIDIA driver {driver}, but torch is a build without CUDA"
-        advice = "install torch from PyPI for GPUs, or hide them with CUDA_VISIBLE_DEVICES= (empty)"
+        advice = "install torch with CUDA from PyPI, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty)"
         return Finding("red", "driver", text, advice)
     major = int(cuda.split(".")[0])
     oldest = OLDEST_DRIVER.get(major)
     if oldest is not None and int(driver.split(".")[0]) < oldest:
-        text = f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
-        return Finding("red", "driver", text, f"install driver {oldest} or newer, or a torch for an older CUDA")
+        text = f"NVIDIA driver {driver} is too old: torch's CUDA {cuda} needs {oldest}"
+        return Finding("red", "driver", text, f"install driver {oldest} or newer, or torch for an older CUDA")
     if num_gpus == 0:
         advice = (
-            "give the container its GPUs (docker run --gpus all; nvidia.com/gpu in Kubernetes; --gres in Slurm); then "
-            "look at nvidia-smi, and at CUDA_VISIBLE_DEVICES"
+            "request GPUs (docker run --gpus all; nvidia.com/gpu in Kubernetes; --gres in Slurm); "
+            "then check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
         return Finding("red", "driver", f"NVIDIA driver {driver}, CUDA {cuda}, but torch sees no GPU", advice)
     return Finding("green", "driver", f"NVIDIA driver {driver}, torch's CUDA {cuda}, {num_gpus} GPUs")
 
 
 def check_gpus(table: str) -> Iterator[Finding]:
-    """Check memory, ECC errors and slowdowns by the rows of nvidia-smi --query-gpu with COLUMNS."""
+    """Check memory, ECC errors and slowdowns in the rows of nvidia-smi --query-gpu with COLUMNS."""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
     rows = [row for row in rows if len(row) == len(COLUMNS)]
     taken, broken, slowed = [], [], []
     for index, _, total, used, errors, *slowdowns in rows:
         if used.isdigit() and int(used) > TAKEN_MIB:
-            taken.append(f"{int(used) / 1024:.1f} of {int(total) / 1024:.0f} GiB of GPU {index}")
+            taken.append(f"{int(used) / 1024:.1f} of {int(total) / 1024:.0f} GiB on GPU {index}")
         if errors.isdigit() and int(errors) > 0:
-            broken.append(f"GPU {index}: {errors} uncorrected ECC errors since the start")
+            broken.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver loaded")
         if "Active" in slowdowns:
             slowed.append(index)
     if taken:
-        advice = "see whose with nvidia-smi, or fuser -v /dev/nvidia* where it shows no process, and end it"
-        yield Finding("yellow", "gpus", f"taken already: {', '.join(taken)}", advice)
+        advice = "find the process with nvidia-smi (or fuser -v /dev/nvidia* if it lists none), and end it"
+        yield Finding("yellow", "gpus", f"memory in use: {', '.join(taken)}", advice)
     if broken:
-        advice = "reset the GPU or restart the machine; take it out of service if they come again"
+        advice = "reset the GPU or restart the machine; replace the GPU if the errors return"
         yield Finding("yellow", "gpus", "; ".join(broken), advice)
     if slowed:
-        text = f"GPU {', '.join(slowed)} is slowed down by heat or power"
-        yield Finding("yellow", "gpus", text, "nvidia-smi -q -d PERFORMANCE says why; look at cooling and power supply")
+        text = f"GPU {', '.join(slowed)}: clocks reduced by heat or power"
+        yield Finding(
+            "yellow", "gpus", text, "run nvidia-smi -q -d PERFORMANCE for the cause; check cooling and power supply"
+        )
     if rows and not (taken or broken or slowed):
         yield Finding("green", "gpus", f"{_count_kinds(rows)}, free")
 
 
 def _count_kinds(rows: list[list[str]]) -> str:
-    """Return such as 4 x NVIDIA H100 80GB HBM3 80 GiB."""
+    """Return the GPUs by kind, such as `4 x NVIDIA H100 80GB HBM3 80 GiB`."""
     kinds = [f"{name} {int(total) / 1024:.0f} GiB" if total.isdigit() else name for _, name, total, *_ in rows]
     return ", ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
 
 
 def check_topology(matrix: str, num_gpus: int) -> Iterator[Finding]:
-    """Report how the GPUs are linked, by `nvidia-smi topo -m`: NV# is NVLink, SYS leads from one CPU to another."""
+    """Report how the GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
     pairs_by_link = _parse_topology(matrix)
     if num_gpus < 2 or not pairs_by_link:
         return
@@ -143,18 +145,20 @@ def check_topology(matrix: str, num_gpus: int) -> Iterator[Finding]:
         yield Finding("green", "topology", f"NVLink between all {len(gpus)} GPUs ({', '.join(nvlinks)})")
         return
     counts = [
-        f"{len(pairs)} by {link} ({', '.join(pairs[:6])}{', ...' if len(pairs) > 6 else ''})"
+        f"{len(pairs)} over {link} ({', '.join(pairs[:6])}{', ...' if len(pairs) > 6 else ''})"
         for link, pairs in others.items()
     ]
     text = f"pairs without NVLink: {'; '.join(counts)}"
     if "SYS" in others:
-        text += "; SYS crosses CPUs, the slowest way: keep tp and sp groups off it"
+        text += "; SYS crosses CPU sockets and is slowest: keep tp and sp groups off it"
     yield Finding("green", "topology", text)
 
 
 def _parse_topology(matrix: str) -> dict[str, list[str]]:
-    """Return the pairs of GPUs (0-1, 0-2, ...) by the kind of their link; {} where there are no two GPUs."""
-    rows = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in matrix.splitlines()]  # it underlines the head
+    """Return the pairs of GPUs (0-1, 0-2, ...) by kind of link; {} with fewer than two GPUs."""
+    rows = [
+        re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in matrix.splitlines()
+    ]  # nvidia-smi underlines the header
     head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
     names = [name for name in head if re.fullmatch(r"GPU\d+", name)]
     links = {row[0]: row[1 : 1 + len(names)] for row in rows if row and row[0] in names and "X" in row}
@@ -166,7 +170,7 @@ def _parse_topology(matrix: str) -> dict[str, list[str]]:
 
 
 def take_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU, made the current one, or the CPU where there is none."""
+    """Return this rank's GPU and make it current; return the CPU if there are no GPUs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -177,14 +181,14 @@ def take_device(local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return such as `cuda:1 NVIDIA H100 80GB HBM3`, or `cpu`."""
+    """Return the device's name, such as `cuda:1 NVIDIA H100 80GB HBM3` or `cpu`."""
     import torch
 
     return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 
 def check_quantizer(cuda: str) -> Iterator[Finding]:
-    """Check bitsandbytes' kernels: they run with other minor versions of their CUDA, but with no other major one."""
+    """Check that bitsandbytes has kernels for torch's major CUDA version; the minor version may differ."""
     spec = importlib.util.find_spec("bitsandbytes")
     if spec is None or spec.origin is None:
         return
@@ -192,7 +196,7 @@ def check_quantizer(cuda: str) -> Iterator[Finding]:
     majors = {re.sub(r"\D", "", name)[:2] for name in names}
     if cuda.split(".")[0] not in majors:
         text = f"bitsandbytes has no kernels for CUDA {cuda}; QLoRA and 8-bit optimizers will not run"
-        yield Finding("yellow", "quantizer", text, "install a newer bitsandbytes, or torch for another CUDA")
+        yield Finding("yellow", "quantizer", text, "install a newer bitsandbytes, or torch for another CUDA version")
 
 
 def _smi(*arguments: str) -> str:

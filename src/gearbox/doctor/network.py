@@ -1,4 +1,4 @@
-"""This machine's network: the address that the other machines are given, and the way to the hub. No torch."""
+"""Check this machine's network: the address that other machines get, and access to the Hub. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ HUB_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class HostAddresses:
-    """This machine's name and addresses."""
+    """The name and the addresses of this machine."""
 
     host: str
     resolved: list[str]
-    """The addresses to which its name resolves."""
+    """The addresses that its name resolves to."""
     interfaces: dict[str, list[str]]
     """The addresses of each network interface."""
     way_out: str | None
-    """Its own address on the way to the first machine."""
+    """Its address on the route to the first machine."""
 
 
 def inspect_address(num_machines: int, num_gpus: int) -> Finding:
-    """Check which address of this machine the other machines are given."""
+    """Check which address of this machine the other machines get."""
     host = socket.gethostname()
     try:
         resolved = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
@@ -50,35 +50,35 @@ def inspect_address(num_machines: int, num_gpus: int) -> Finding:
 def check_address(
     addresses: HostAddresses, num_machines: int, num_gpus: int, environment: Mapping[str, str]
 ) -> Finding:
-    """Check the interface on which gloo listens, and NCCL's where the environment names one.
+    """Check the interface that gloo listens on, and NCCL's if the environment sets one.
 
-    gloo listens on GLOO_SOCKET_IFNAME, else at the address to which the host's name resolves, else, silently, on the
-    loopback. NCCL takes any interface but the loopback by itself.
+    gloo listens on GLOO_SOCKET_IFNAME, else on the address of the host's name, else silently on the loopback. NCCL
+    picks any interface except the loopback.
     """
     if num_machines == 1:
-        return Finding("green", "address", "one machine: ranks talk within it")
+        return Finding("green", "address", "one machine; no other machine needs its address")
     host, resolved, interfaces = addresses.host, addresses.resolved, addresses.interfaces
     chosen = environment.get("GLOO_SOCKET_IFNAME")
     usual = next((name for name, own in interfaces.items() if addresses.way_out in own), "eth0")
-    advice = f"export GLOO_SOCKET_IFNAME={usual} NCCL_SOCKET_IFNAME={usual} on {host}, or mend its /etc/hosts"
+    advice = f"export GLOO_SOCKET_IFNAME={usual} NCCL_SOCKET_IFNAME={usual} on {host}, or fix its /etc/hosts"
     if chosen is not None:
         missing = [name for name in chosen.split(",") if name not in interfaces]
         if missing:
             there = ", ".join(sorted(interfaces))
-            text = f"GLOO_SOCKET_IFNAME={chosen}, but the interfaces here are {there}; gloo wants a whole name"
+            text = f"GLOO_SOCKET_IFNAME={chosen} is not an interface; gloo needs a full name: {there}"
             return Finding("red", "address", text, advice)
     wanted = environment.get("NCCL_SOCKET_IFNAME", "")
     if num_gpus and wanted and not wanted.startswith("^") and not _matching(wanted, interfaces):
-        text = f"NCCL_SOCKET_IFNAME={wanted} fits none of {', '.join(sorted(interfaces))}"
+        text = f"NCCL_SOCKET_IFNAME={wanted} matches none of {', '.join(sorted(interfaces))}"
         return Finding("red", "address", text, advice)
     if chosen is not None:
-        return Finding("green", "address", f"gloo listens on {chosen}, as GLOO_SOCKET_IFNAME says")
+        return Finding("green", "address", f"gloo listens on {chosen} (GLOO_SOCKET_IFNAME)")
     interface_of = {address: name for name, own in interfaces.items() for address in own}
     usable = [address for address in resolved if address in interface_of and not _is_loopback(address)]
     if usable:
         return Finding("green", "address", f"{host} is {usable[0]} on {interface_of[usable[0]]}")
     problem = f"resolves to {', '.join(resolved)}" if resolved else "does not resolve"
-    text = f"{host} {problem}: gloo would tell {num_machines - 1} other machines an address that is not this one's"
+    text = f"{host} {problem}: gloo would give {num_machines - 1} other machines a wrong address"
     return Finding("red", "address", text, advice)
 
 
@@ -87,16 +87,16 @@ def _is_loopback(address: str) -> bool:
 
 
 def _matching(wanted: str, interfaces: dict[str, list[str]]) -> bool:
-    """Return whether NCCL finds an interface: it compares beginnings of names, or with = whole names."""
+    """Return whether NCCL finds an interface: it matches prefixes, or with a leading = full names."""
     names = wanted.removeprefix("=").split(",")
     whole = wanted.startswith("=")
     return any(name == found if whole else found.startswith(name) for name in names for found in interfaces)
 
 
 def _way_out() -> str | None:
-    """Return this machine's address on the way to the first one. Nothing is sent."""
+    """Return this machine's address on the route to the first machine, without sending a packet."""
     launched = LaunchEnvironment.read()
-    host = launched.store_host if launched.is_rank else "192.0.2.1"  # an address that no machine has
+    host = launched.store_host if launched.is_rank else "192.0.2.1"  # a documentation address (TEST-NET-1)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, launched.store_port or 9))
@@ -106,27 +106,27 @@ def _way_out() -> str | None:
 
 
 def check_hub(environment: Mapping[str, str]) -> Finding:
-    """Check whether models and data can be fetched. Never red: they may be here already."""
+    """Check that models and data can be downloaded. Never red: they may be on disk already."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-            return Finding("green", "hub", f"{name} is set: nothing is fetched")
+            return Finding("green", "hub", f"{name} is set; nothing is downloaded")
     address = environment.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_SECONDS)
     except urllib.error.HTTPError:
-        pass  # an answer, if only a refusal
+        pass  # an error status is an answer too
     except (OSError, ValueError) as error:
         return _no_hub(address, str(getattr(error, "reason", error)))
     return Finding("green", "hub", f"{address} answers")
 
 
 def _no_hub(address: str, why: str) -> Finding:
-    advice = "fetch models beforehand and set HF_HUB_OFFLINE=1, or name folders in model.name and data.path"
+    advice = "download models first and set HF_HUB_OFFLINE=1, or use local folders in model.name and data.path"
     return Finding("yellow", "hub", f"{address} does not answer: {why}", advice)
 
 
 def in_background(work: Callable[[], Finding]) -> Callable[[], Finding]:
-    """Start the work and return a call that waits for it. It never waits long: a resolver can block for a minute."""
+    """Start the work; return a function that waits at most HUB_SECONDS for it. A resolver can block for a minute."""
     found: list[Finding] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -134,6 +134,6 @@ def in_background(work: Callable[[], Finding]) -> Callable[[], Finding]:
 
     def wait() -> Finding:
         thread.join(max(0.0, deadline - time.monotonic()))
-        return found[0] if found else _no_hub("the hub", f"not within {HUB_SECONDS:g} s")
+        return found[0] if found else _no_hub("the Hub", f"no answer within {HUB_SECONDS:g} s")
 
     return wait

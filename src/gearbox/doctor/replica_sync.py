@@ -1,7 +1,7 @@
-"""Compare gradients and parameters of all ranks, and print in order. For the doctor, and for your own training loop.
+"""Compare gradients and parameters across ranks, and print in rank order; for the doctor and for your own loop.
 
-All of it needs whole parameters, as under DDP, and torch's process group. Every rank must make the same calls.
-docs/doctor.md shows how.
+These functions need unsharded parameters, as under DDP, and torch's process group. Every rank must make the same calls.
+docs/doctor.md has an example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; before there is a process group, the launcher's."""
+    """Return this process's rank and the number of ranks; without a process group, as the launcher set them."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     launched = LaunchEnvironment.read()
@@ -37,26 +37,26 @@ def print_first(*values: object) -> None:
 
 
 def print_in_order(*values: object) -> None:
-    """Print from every rank, in the order of ranks, each line with its rank. Rank 0 prints all lines: so none mix."""
+    """Print the values of every rank in rank order, each line with its rank. Rank 0 prints all, so no lines mix."""
     for rank, text in enumerate(_from_all(" ".join(map(str, values)))):
         print_first("\n".join(f"[rank {rank}] {line}" for line in text.splitlines() or [""]))
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient on all ranks."""
+    """The gradient of a parameter on all ranks."""
 
     name: str
     before: list[float | None]
-    """Its L2 norm on each rank, before averaging; None where a rank has none."""
+    """Its L2 norm on each rank before averaging; None if the rank has no gradient."""
     after: list[float]
-    """Its norm after averaging, by rank; empty where it could not be averaged."""
+    """Its L2 norm on each rank after averaging; empty if it could not be averaged."""
     problem: str
-    """What is wrong, with the rank; empty where nothing is."""
+    """What is wrong, and on which rank; empty if nothing is."""
 
 
 class _Own(NamedTuple):
-    """What one rank tells the others about its gradients."""
+    """A description of one rank's gradients, sent to the other ranks."""
 
     norms: dict[str, float | None]
     trained: list[str]
@@ -64,11 +64,11 @@ class _Own(NamedTuple):
 
 
 def check_gradients(named_parameters: Iterable[tuple[str, torch.Tensor]], averaged: bool = False) -> list[Gradient]:
-    """Compare each gradient with that of the other ranks, after a backward pass.
+    """Compare each gradient across ranks, after a backward pass.
 
-    Each rank brings its own gradients (under DDP: of a backward pass inside `model.no_sync()`). Copies of them are
-    averaged here as DDP does, so nothing is changed. With `averaged` they count as averaged already, and are only
-    compared. Raise UserError where parameters are sharded across ranks.
+    Each rank needs its own gradients (under DDP: from a backward pass inside `model.no_sync()`). This function averages
+    copies, as DDP would, and changes nothing. With `averaged` it takes the gradients as averaged and only compares
+    them. Raise UserError if parameters are sharded across ranks.
     """
     parameters = {name: _check_whole(name, parameter) for name, parameter in named_parameters}
     all_ranks = _from_all(
@@ -79,7 +79,7 @@ def check_gradients(named_parameters: Iterable[tuple[str, torch.Tensor]], averag
         )
     )
     names = list(dict.fromkeys(name for own in all_ranks for name in own.trained))
-    # Only a parameter that all ranks have, with the same shape, can be averaged.
+    # Averaging needs the same shape on all ranks.
     common = [name for name in names if len({str(own.shapes.get(name)) for own in all_ranks}) == 1]
     averages = _from_all({name: _average(parameters[name], averaged) for name in common})
     checked = []
@@ -92,7 +92,7 @@ def check_gradients(named_parameters: Iterable[tuple[str, torch.Tensor]], averag
 
 
 def _average(parameter: torch.Tensor, is_averaged: bool) -> tuple[float, str]:
-    """Return the norm and the digest of the gradient's average over all ranks; a rank without one counts as zeros."""
+    """Return norm and digest of the gradient averaged over all ranks; a missing gradient counts as zeros."""
     if parameter.grad is None:
         gradient = torch.zeros_like(parameter, dtype=torch.float32)
     else:
@@ -105,43 +105,43 @@ def _average(parameter: torch.Tensor, is_averaged: bool) -> tuple[float, str]:
 
 
 def check_parameters(model: torch.nn.Module) -> list[str]:
-    """Return a line for each parameter that differs between ranks in any bit, in the model's order, with the ranks.
+    """Return a line for each parameter that differs between ranks in any bit, in model order, naming the ranks.
 
-    Raise UserError where parameters are sharded across ranks.
+    Raise UserError if parameters are sharded across ranks.
     """
     all_ranks = _from_all({name: _digest(_check_whole(name, p).detach()) for name, p in model.named_parameters()})
     problems = []
     for name in dict.fromkeys(name for own in all_ranks for name in own):
         digests = [own.get(name, "missing") for own in all_ranks]
         if odd := _odd(digests):
-            verb = "is missing" if {digests[rank] for rank in odd} == {"missing"} else "is another"
+            verb = "is missing" if {digests[rank] for rank in odd} == {"missing"} else "differs"
             problems.append(f"{name} {verb} on {_ranks(odd)}")
     return problems
 
 
 def check_small_model(device: torch.device, rank: int) -> list[Finding]:
-    """Check a small model: the same on all ranks, one backward pass with other data on each, gradients averaged."""
+    """Check parameters and averaged gradients of a small model, built on all ranks from the same seed."""
     model = small_model().to(device)
     differing = check_parameters(model)
     torch.autograd.backward(small_loss(model, seed=rank))
     gradients = check_gradients(model.named_parameters())
     wrong = [f"{gradient.name}: {gradient.problem}" for gradient in gradients if gradient.problem]
-    advice = "the ranks' own arithmetic or their all_reduce is at fault: run them through dcgmi diag -r 3"
+    advice = "a rank computes wrongly, or all_reduce does: run dcgmi diag -r 3 on the machines"
     findings = []
     if differing:
-        findings.append(Finding("red", "parameters", f"the same seed gave other values: {differing[0]}", advice))
+        findings.append(Finding("red", "parameters", f"values from the same seed differ: {differing[0]}", advice))
     if wrong:
         findings.append(Finding("red", "gradients", "; ".join(wrong), advice))
     else:
         first = gradients[0]
         before = ", ".join(f"{norm:.3g}" for norm in first.before[:4]) + ", ..." * (len(first.before) > 4)
-        text = f"equal on all ranks once averaged ({first.name} {before} -> {first.after[0]:.3g})"
+        text = f"equal on all ranks after averaging ({first.name} {before} -> {first.after[0]:.3g})"
         findings.append(Finding("green", "gradients", text))
     return findings
 
 
 def small_model() -> torch.nn.Module:
-    """Return the model that the doctor checks: the same on every rank."""
+    """Return the small model that the doctor checks, identical on every rank."""
     generator = torch.Generator().manual_seed(0)
     model = torch.nn.Sequential()
     for name, width, height in (("layer", 16, 32), ("head", 32, 4)):
@@ -162,20 +162,20 @@ def small_loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
 def _problem(before: list[float | None], digests: list[str]) -> str:
     without = [rank for rank, norm in enumerate(before) if norm is None]
     if without and len(without) < len(before):
-        return f"{_ranks(without)} has no gradient, the others have one"
+        return f"no gradient on {_ranks(without)}, unlike the others"
     bad = [rank for rank, norm in enumerate(before) if norm is not None and not norm < float("inf")]
     if bad:
-        return f"the gradient of {_ranks(bad)} is not finite"
+        return f"gradient is not finite on {_ranks(bad)}"
     dropped = [rank for rank, norm in enumerate(before) if norm == 0]
     if dropped and len(dropped) < len(before):
-        return f"the gradient of {_ranks(dropped)} is 0, the others' is not"
+        return f"gradient is 0 on {_ranks(dropped)}, unlike the others"
     if odd := _odd(digests):
-        return f"after averaging {_ranks(odd)} has another gradient than the others"
-    return "" if digests else "it is not a parameter of the same shape on all ranks"
+        return f"gradient still differs after averaging on {_ranks(odd)}"
+    return "" if digests else "parameter is missing or has another shape on some ranks"
 
 
 def _odd(values: list[str]) -> list[int]:
-    """Return the ranks whose value is not the most frequent one. Of equally frequent ones the first counts as right."""
+    """Return the ranks whose value is not the most frequent. On a tie the first value counts as right."""
     if len({*values}) < 2:
         return []
     right = Counter(values).most_common(1)[0][0]
@@ -183,9 +183,9 @@ def _odd(values: list[str]) -> list[int]:
 
 
 def _check_whole(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the parameter. Raise UserError where it is sharded by FSDP2, tensor parallelism or ZeRO-3."""
+    """Return the parameter. Raise UserError if FSDP2, tensor parallelism or ZeRO-3 shards it."""
     if hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id"):
-        raise UserError(f"{name}: is cut over ranks by this gear; what is compared are whole copies, as under ddp")
+        raise UserError(f"{name}: sharded by this gear; only full copies can be compared, as under ddp")
     return parameter
 
 
@@ -202,7 +202,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _from_all(value: T) -> list[T]:
-    """Return the object of each rank, by rank, on every rank."""
+    """Return the objects of all ranks, in rank order, on every rank."""
     _, size = rank_and_size()
     if size == 1:
         return [value]

@@ -1,4 +1,4 @@
-"""The doctor's report: lines and tables as they are found, or one JSON object at the end; the exit code."""
+"""Report findings: lines and tables as they appear, or one JSON object at the end, and the exit code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gearbox.launch import cli, outcome
 from gearbox.launch.topology import RankDevice, format_rank_table
 from gearbox.processes import launcher_process
 
-INDENT = " " * 19  # the width of a finding's colour and name
+INDENT = " " * 19  # width of a finding's colour and name
 
 
 class DoctorReport:
-    """What this rank knows; only one rank prints it."""
+    """A rank's report. All ranks collect findings, and only one prints them."""
 
     def __init__(self, as_json: bool, began: float) -> None:
-        """Print nothing before `start`. `began`: the time.monotonic() at which the doctor began."""
+        """Print nothing before `start`. `began` is the time.monotonic() at the start of the doctor."""
         self.as_json, self.began = as_json, began
         self.findings: list[Finding] = []
         self.facts: dict[str, Any] = {}
@@ -42,16 +42,16 @@ class DoctorReport:
     def print(self, shown: RenderableType) -> None:
         """Print a line or a table."""
         self.screen.print(shown)
-        sys.stdout.flush()  # so that a log shows progress too
+        sys.stdout.flush()  # a log shows progress too
 
     def add(self, *findings: Finding) -> None:
-        """Keep and print findings."""
+        """Record and print findings."""
         self.findings += findings
         finding.show(self.screen, findings)
         sys.stdout.flush()
 
     def add_ranks(self, gear: Gear, rank_devices: list[RankDevice]) -> None:
-        """Print the gear and where each rank runs."""
+        """Print the gear, and the host and device of each rank."""
         self.facts |= {"gear": gear.name, "ranks": [{"host": one.host, "device": one.device} for one in rank_devices]}
         num_ranks = len(rank_devices)
         self.print(f"[bold]Gearbox doctor[/]  gear {gear.name}  {num_ranks} rank{'s' * (num_ranks > 1)}")
@@ -59,30 +59,30 @@ class DoctorReport:
             self.print(escape(line))
 
     def add_machines(self, inspected: dict[str, dict[str, Any]]) -> None:
-        """Print what each machine (by host) found: a dict of `findings` and `versions`, as JSON."""
+        """Print the findings of each machine. `inspected` maps a host to its `findings` and `versions`, as JSON."""
         self.facts["machines"] = inspected
         by_host = [(host, finding.from_json(machine["findings"])) for host, machine in inspected.items()]
         differing = finding.differing({host: machine["versions"] for host, machine in inspected.items()})
         self.add(*([differing] if differing else []), *finding.merged(by_host))
 
     def add_bandwidths(self, rates: dict[str, list[tuple[int, float, float]]]) -> None:
-        """Print a table of collectives by message size. `rates`: bytes, seconds and bytes a second for each size."""
+        """Print a table of collectives. `rates` holds (bytes, seconds, bytes per second) for each message size."""
         self.facts["bandwidths"] = {
             name: [{"bytes": size, "seconds": seconds, "bytes_per_second": rate} for size, seconds, rate in row]
             for name, row in rates.items()
         }
         sizes = [console.format_bytes_short(size) for size, _, _ in next(iter(rates.values()))]
-        table = _table(f"{INDENT} GB/s, by message", *sizes)
+        table = _table(f"{INDENT} GB/s by message size", *sizes)
         for name, row in rates.items():
             table.add_row(f"{INDENT} {name}", *(console.format_figure(rate / 1e9) for _, _, rate in row))
         self.print(table)
 
     def add_links(self, links: dict[tuple[int, int], tuple[float, float]], num_ranks: int) -> None:
-        """Print a table of links, by pair of ranks: seconds of delay, and bytes a second."""
+        """Print a table of links. `links` maps a pair of ranks to the delay in seconds and the bytes per second."""
         self.facts["links"] = [
             {"ranks": [*pair], "seconds": delay, "bytes_per_second": rate} for pair, (delay, rate) in links.items()
         ]
-        if not 2 < num_ranks <= 16:  # a single link has its own line; a table of more ranks fits no screen
+        if not 2 < num_ranks <= 16:  # the finding shows a single link; larger tables do not fit a screen
             return
         table = _table(f"{INDENT} us \\ GB/s", *map(str, range(num_ranks)))
         for a in range(num_ranks):
@@ -94,22 +94,22 @@ class DoctorReport:
         self.print(table)
 
     def ranks_lost(self, line: str, speaks: bool) -> None:
-        """Report ranks that are missing; the registry calls this before this rank ends."""
-        advice = "look at that rank's own output and machine (dmesg: out of memory, Xid); then run this again"
+        """Report missing ranks. The registry calls this before it ends this rank."""
+        advice = "check that rank's output and machine (dmesg: out of memory, Xid), then run the doctor again"
         self.start(speaks)
         self.add(Finding("red", "ranks", line, advice))
         self.end()
 
     def end(self, local_rank: int = 0) -> int:
-        """Print the last line or the JSON object, and return the exit code.
+        """Print the verdict or the JSON object, and return the exit code.
 
-        A machine's first rank writes the outcome for src/launch.py; the other ranks exit with 0.
+        The first rank of a machine writes the outcome for src/launch.py. The other ranks return 0.
         """
         colour, seconds = finding.worst(self.findings), time.monotonic() - self.began
         if self.speaks and self.as_json:
             findings = finding.as_json(self.findings)
             print(json.dumps({"verdict": colour, "seconds": seconds, **self.facts, "findings": findings}), flush=True)
-        verdict = {"green": "ready", "yellow": "ready, but look at the yellow lines", "red": "not ready"}[colour]
+        verdict = {"green": "ready", "yellow": "ready, with warnings (yellow lines)", "red": "not ready"}[colour]
         self.print(f"[bold {colour}]{verdict}[/]  {seconds:.1f} s")
         if colour != "red" or local_rank != 0:
             return 0
