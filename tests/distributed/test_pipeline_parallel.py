@@ -1,4 +1,4 @@
-"""Stages run together: their losses and gradients are those of the whole model."""
+"""Test that stages which run together give the losses and gradients of the full model."""
 
 from itertools import chain
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def micro_batches(num: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Packed rows, two documents each, and few targets."""
+    """Return micro-batches of packed rows with two documents each and few targets."""
     draw = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(num):
@@ -38,14 +38,14 @@ def whole_gradients(folder, batches, scale):
 
 
 def start(num_stages, num_replicas=1):
-    """Join the group of a fork; the groups of this rank's pipeline and of its stage."""
+    """Join the process group of a fork. Return the groups of this rank's pipeline and of its stage."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (num_stages, num_replicas), mesh_dim_names=("pp", "dp"))
     return mesh["pp"].get_group(), mesh["dp"].get_group()
 
 
 def run(num_stages, work, num_replicas=1):
-    """Call work(the groups) on so many ranks."""
+    """Call `work` with the two groups on num_stages x num_replicas ranks."""
     codes, output = fork_ranks(num_stages * num_replicas, {}, lambda: work(start(num_stages, num_replicas)))
     assert set(codes) == {0}, output
     return output
@@ -53,7 +53,7 @@ def run(num_stages, work, num_replicas=1):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_are_those_of_the_whole(tmp_path, name, schedule):
+def test_gradients_match_the_full_model(tmp_path, name, schedule):
     write_model(FAMILIES[name], tmp_path)
     batches = micro_batches(5)
     expected, gradients, whole = whole_gradients(tmp_path, batches, 0.01)
@@ -88,8 +88,8 @@ def test_gradients_are_those_of_the_whole(tmp_path, name, schedule):
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas", "num_micro"), [(2, 2, 3), (3, 1, 2), (2, 1, 1)])
-def test_other_places_and_few_micro_batches(tmp_path, num_stages, num_replicas, num_micro):
-    """Two pipelines side by side; a stage in the middle; fewer micro batches than stages."""
+def test_two_pipelines_a_middle_stage_and_few_micro_batches(tmp_path, num_stages, num_replicas, num_micro):
+    """The cases are two pipelines, a stage in the middle, and fewer micro-batches than stages."""
     write_model(FAMILIES["llama, tied"], tmp_path)
     batches = [micro_batches(num_micro, seed) for seed in range(num_replicas)]
     expected, gradients, _ = whole_gradients(tmp_path, chain(*batches), 0.01)
@@ -110,7 +110,7 @@ def test_other_places_and_few_micro_batches(tmp_path, num_stages, num_replicas, 
 
 
 def test_half_precision_between_stages(tmp_path):
-    """In bf16 what is sent is rounded, once a border, and nothing else."""
+    """Only the hidden states sent between stages are rounded to bf16, once per boundary."""
     write_model(FAMILIES["qwen2"], tmp_path)
     expected, gradients, _ = whole_gradients(tmp_path, micro_batches(4), 0.01)
 
@@ -127,7 +127,7 @@ def test_half_precision_between_stages(tmp_path):
 
 
 def test_rows_of_any_width(tmp_path):
-    """Unpacked rows: the widths of micro batches, of pipelines and of steps differ."""
+    """Unpacked rows have different widths in each micro-batch, pipeline and step."""
     write_model(FAMILIES["qwen2"], tmp_path)
 
     def batches(step, replica):
@@ -150,7 +150,7 @@ def test_rows_of_any_width(tmp_path):
     run(2, work, 2)
 
 
-def test_a_loss_that_is_not_finite_is_seen_by_all(tmp_path):
+def test_all_ranks_get_a_loss_that_is_not_finite(tmp_path):
     write_model(FAMILIES["qwen2"], tmp_path)
 
     def work(groups):

@@ -1,4 +1,4 @@
-"""Ranks that are not those of the gear, or of the machine's GPUs, are refused."""
+"""Test that a number of ranks which does not match the gear or the machine's GPUs is refused."""
 
 import pytest
 import torch
@@ -8,32 +8,32 @@ from gearbox.config.gear import load_gear
 from gearbox.distributed import process_group
 from gearbox.errors import UserError
 
-DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # asks for 4
+DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # 4 ranks
 
 
 def test_ranks_that_do_not_match_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="asks for 4 ranks, but 2 run; give --num_processes 2"):
+    with pytest.raises(UserError, match="needs 4 ranks, but 2 are running; pass --num_processes 2"):
         process_group.check_ranks(DDP)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
+    ("gpus", "message"),
     [
-        (2, "4 ranks here, but 2 GPUs; give --num_processes 2"),
-        (1, r"4 ranks here, but 1 GPUs; use accelerate_configs/single\.yaml"),
+        (2, "4 ranks on this machine, but 2 GPUs; pass --num_processes 2"),
+        (1, r"4 ranks on this machine, but 1 GPU; use accelerate_configs/single\.yaml"),
     ],
 )
-def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, said):
+def test_more_ranks_than_gpus_are_refused(monkeypatch, gpus, message):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         process_group.check_ranks(DDP)
 
 
-def test_a_gpu_that_torch_does_not_see_is_not_rehearsed_around(monkeypatch, tmp_path):
+def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(process_group, "NVIDIA_DRIVER", tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

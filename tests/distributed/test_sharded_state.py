@@ -1,4 +1,4 @@
-"""Guards what a rank saves of the optimizer: by parameter name, exact, and refused where it cannot be cut anew."""
+"""Test that optimizer state is saved exactly, by parameter name, and refused where it cannot be resharded."""
 
 from types import SimpleNamespace
 
@@ -10,8 +10,8 @@ from gearbox.distributed import sharded_state
 from support.world import SingleProcess
 
 
-def test_optimizer_state_in_blocks_fits_only_its_own_cut():
-    """bitsandbytes' 8-bit AdamW keeps scales of blocks: exact where the cut is the same, refused where it is not."""
+def test_optimizer_state_in_blocks_fits_only_its_own_sharding():
+    """The block scales of 8-bit AdamW (bitsandbytes) are restored exactly into the same sharding, else refused."""
     from bitsandbytes.optim import AdamW
 
     def made(seed):
@@ -48,12 +48,12 @@ def test_optimizer_state_in_blocks_fits_only_its_own_cut():
 
     half = Saved()
     half._shards = {(kind.replace("+8192", "+4096"), name): [] for kind, name in half._shards}
-    with pytest.raises(Exception, match="cannot be cut anew for this gear; go on with it under ddp"):
+    with pytest.raises(Exception, match="the optimizer state cannot be resharded for this gear; resume under ddp"):
         sharded_state.restore(other, other, fresh, half, "ddp", world)
 
 
 def test_the_state_under_zero_has_one_order():
-    """In which the next checkpoint is written; that of a set would differ from process to process."""
+    """The next checkpoint is written in this order; the order of a set would differ between processes."""
     kinds = list("abcdefgh")
     reader = SimpleNamespace(shapes={"w": [2]}, scalars={"w": {"step": 3}}, kinds=lambda name: kinds)
     parameter = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""`make cells`: the committed table of gears and methods is still true: its diagonal, and each day some of the rest."""
+"""`make cells`: test the committed table of gears and methods, namely its diagonal and a daily sample of the rest."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.cells, pytest.mark.ranks]
 GEARS, METHODS = gear_names(), list(matrix.COLUMNS)
 DIAGONAL = [(gear, METHODS[i % len(METHODS)]) for i, gear in enumerate(GEARS)]
 REST = [(gear, method) for gear in GEARS for method in METHODS if (gear, method) not in DIAGONAL]
-NUM_ROTATING = 4  # a day, of about 100
+NUM_ROTATING = 4  # per day, of about 100
 FIRST = datetime.now(UTC).toordinal() * NUM_ROTATING
 ROTATING = [REST[i % len(REST)] for i in range(FIRST, FIRST + NUM_ROTATING)]
 
@@ -31,17 +31,17 @@ def running(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("gear", "method"), [*DIAGONAL, *ROTATING])
-def test_a_cell_is_what_the_table_says(running, monkeypatch, gear, method):
-    """If it is not: mend what broke, or make the table anew (make matrix)."""
+def test_a_cell_matches_the_table(running, monkeypatch, gear, method):
+    """Fix what broke if this fails, or rebuild the table (make matrix)."""
     if gear == "zero3_nvme" and not disk_operations_are_built():
-        pytest.skip("DeepSpeed would build its disk operations for minutes; make matrix does")
+        pytest.skip("DeepSpeed would build its disk operations, which takes minutes; make matrix builds them")
     skip_loading_back(monkeypatch)
     cell = running.cell(gear, method)
     assert cell.mark == matrix.read_table()[gear, method], cell.why
 
 
-def test_a_cell_that_breaks_is_seen(monkeypatch, tmp_path):
-    """Each stage of a cell, broken."""
+def test_a_broken_cell_is_noticed(monkeypatch, tmp_path):
+    """Break each stage of a cell in turn."""
     from gearbox.checkpoint import folders
     from gearbox.distributed import sharded_state
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts train the same under every gear."""
+"""Test that mixtures of experts train the same under every gear."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def family(request) -> str:
 
 @pytest.fixture
 def moe(train, family, tmp_path):
-    """moe("ddp", ...): train.py on a model of that family with random weights."""
+    """Return moe("ddp", ...), which runs train.py on a model of that family with random weights."""
     config_of(family).save_pretrained(tmp_path / family)
     TOKENIZER.save_pretrained(tmp_path / family)
     given = (f"model.name={tmp_path / family}", "run.rehearse=false", "model.init=random", f"train.steps={STEPS}")
@@ -29,11 +29,11 @@ def moe(train, family, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "method"), [("Mixtral", "none"), ("Qwen3Moe", "lora")], indirect=["family"])
-def test_gears_train_alike(moe, method):
-    """No gear needs more for the experts: transformers holds those of a layer as two tensors, used at every step."""
+def test_gears_train_the_same(moe, method):
+    """No gear needs special handling: transformers keeps a layer's experts in two tensors, used in every step."""
     change = f"adapter.method={method}"
     alone = moe("single", change, load_back=True)
-    assert "router loss             0.1 x the unbalance of the experts" in alone.output
+    assert "router loss             0.1 x load imbalance of the experts" in alone.output
     expected = [line["router_loss"] for line in alone.lines("router_loss")]
     assert len(expected) == STEPS and all(CHOSEN * 0.9 < unbalance < EXPERTS for unbalance in expected)
     for gear, ranks in (("ddp", 3), ("fsdp", 2), ("zero3", 2)):
@@ -47,7 +47,7 @@ def test_gears_train_alike(moe, method):
     assert method == "none" or sum("experts" in name for name in moved) == 2 * LAYERS, moved
 
 
-def test_without_the_router_loss_it_trains_otherwise(moe):
+def test_the_router_loss_changes_training(moe):
     weighted, without = moe("single"), moe("single", "model.router_loss=0")
     assert without.lines("router_loss") == [] and "router loss" not in without.output
     first = weighted.lines("router_loss")[0]

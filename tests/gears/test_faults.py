@@ -1,6 +1,6 @@
-"""Ranks that die, balanced by the ledger. `make faults` does the same with real launchers, for hours.
+"""Kill ranks and compare the step ledgers. `make faults` does the same with real launchers, for hours.
 
-What each protection is for is shown by switching it off.
+The second test switches off each protection to show that it is needed.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from support.faults import NUM_ROWS, STEPS, at_step, kill, patch_step
 
 @pytest.mark.parametrize(("gear", "ranks"), [("ddp", 3), ("fsdp", 2), ("zero3", 2)])
 def test_a_rank_that_dies(train, books, monkeypatch, gear, ranks):
-    """Twice: the books balance, nothing is left over, and every other rank ends by itself."""
+    """Two deaths change nothing: the step ledgers match, nothing is left over, every other rank ends by itself."""
     reference = books("reference")
     whole = train(gear, *STEPS, "run.name=whole", ranks=ranks)
     assert set(whole.codes) == {0}, whole.output
@@ -35,7 +35,7 @@ def test_a_rank_that_dies(train, books, monkeypatch, gear, ranks):
 
 
 def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
-    """Each protection switched off, the books do not balance."""
+    """The step ledgers do not match when any protection is switched off."""
     reference = books("reference")
     train("single", *STEPS, "run.name=whole")
     expected = reference()

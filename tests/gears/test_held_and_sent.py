@@ -1,4 +1,4 @@
-"""What a gear costs: bytes that a rank holds and bytes that it sends, counted in real steps, against theory."""
+"""Count the bytes that a rank holds and sends in real steps, and compare them with theory."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,7 +13,7 @@ from support.methods import METHODS
 
 
 def found(train, monkeypatch, folder: Path, look, gear: str, *overrides: str, ranks: int) -> list[dict]:
-    """What look(step) returns on each rank for the second step, which it takes itself."""
+    """Return what look(step) returns on each rank for the second step; `look` must take that step itself."""
 
     def run():
         return train(gear, "train.steps=2", *overrides, ranks=ranks)
@@ -24,14 +24,14 @@ def found(train, monkeypatch, folder: Path, look, gear: str, *overrides: str, ra
 # --------------------------------------------------------------------------- held
 
 
-# Shares of what one device holds: weights, gradients, optimizer state, and ZeRO's masters of the trained weights, which
-# it has beside them.
+# Shares of what one device holds: weights, gradients, optimizer state, and ZeRO's additional masters of the trained
+# weights.
 SHARES = {
     ("ddp", 2): (1, 1, 1, 0),
     ("fsdp", 2): (1 / 2, 1 / 2, 1 / 2, 0),
     ("fsdp_offload", 2): (1 / 2, 1 / 2, 1 / 2, 0),
     ("hsdp", 4): (1 / 2, 1 / 2, 1 / 2, 0),
-    ("zero1", 2): (1, None, 1 / 2, 1 / 2),  # gradients lie in one buffer until they are reduced
+    ("zero1", 2): (1, None, 1 / 2, 1 / 2),  # gradients are in one buffer until they are reduced
     ("zero2", 2): (1, 1 / 2, 1 / 2, 1 / 2),
     ("zero3", 2): (1 / 2, 1 / 2, 1 / 2, 1 / 2),
     ("zero3_offload", 2): (1 / 2, 1 / 2, 1 / 2, 1 / 2),
@@ -46,7 +46,8 @@ def whole():
     return {}
 
 
-# Adapters where engines treat frozen weights otherwise; under tp they are cut in part alone, and NF4 is refused there.
+# Adapters run under the engines that treat frozen weights differently. Not under tp, which shards only some of their
+# weights and refuses NF4.
 CASES = [(*case, "full") for case in SHARES] + [
     (*case, method) for case in (("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2)) for method in ("lora", "qlora")
 ]
@@ -72,7 +73,7 @@ def test_bytes_held(train, monkeypatch, tmp_path, whole, gear, ranks, method):
 
 
 class Sent(TorchDispatchMode):
-    """Bytes by collective: what is reduced, what is gathered (whole), what is reduced and scattered (whole)."""
+    """A count of bytes by collective, always of the full tensor that is reduced, gathered or reduce-scattered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,14 +109,14 @@ def sent(step: Step) -> dict:
 
 
 def per_micro_batch(counted: dict) -> float:
-    """In units of the weights' bytes: a ring's all-reduce sends what it reduces twice, the others once."""
+    """Return what is sent, in multiples of the weights' bytes. A ring all-reduce sends its tensor twice."""
     total = 2 * counted.get("all-reduce", 0) + counted.get("all-gather", 0) + counted.get("reduce-scatter", 0)
     return total / counted["N"] / counted["micro_batches"]
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    """A model of whose weights nearly all lie in the layers, which are gathered twice; the outermost ones once."""
+    """Return settings of a model with nearly all weights in layers, gathered twice; outer weights are gathered once."""
     from transformers import AutoConfig, AutoTokenizer
 
     from gearbox import ROOT
@@ -130,7 +131,7 @@ def deep(tmp_path_factory):
 
 
 def test_ddp_reduces_once_a_step(train, monkeypatch, tmp_path, deep):
-    """2N a step, however many micro batches: none during accumulation."""
+    """A step sends 2N for any number of micro-batches: nothing is sent during accumulation."""
     for rows in (2, 6):
         for counted in found(train, monkeypatch, tmp_path, sent, "ddp", *deep, f"batch.rows={rows}", ranks=2):
             assert counted["micro_batches"] == rows / 2

@@ -1,4 +1,4 @@
-"""Every method trains the same under every gear, is loaded back as it was, and goes on from where it was left."""
+"""Test that every method trains the same under every gear, reloads as it was saved, and resumes where it stopped."""
 
 import json
 import shutil
@@ -40,13 +40,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made():
-    """What was run already, by gear and method."""
+    """Return the runs made so far, by gear and method."""
     return {}
 
 
 @pytest.fixture
 def run(train, folder, made):
-    """run(gear, method, override, ...): two ranks, or the single one that they are held against."""
+    """Return run(gear, method, override, ...), which uses two ranks, or one rank for the reference gear."""
 
     def call(gear, method, *overrides):
         if not overrides and (gear, method) in made:
@@ -93,12 +93,12 @@ def test_same_as_on_one_device(run, gear, method):
     assert_same(run(gear, method), run("single", method))
 
 
-def test_8_bit_states_in_other_blocks_are_near(run):
+def test_8_bit_states_in_other_blocks_are_close(run):
     assert_same(run("fsdp", "8-bit"), run("single", "8-bit"), weight_tolerance=1e-2)
 
 
 def test_added_tokens_are_trained(run, folder):
-    """Each new row moves, in the embedding and in the head, tied or not."""
+    """Training moves each new row of the embedding and of the head, tied or untied."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tied")
     ids = list(range(len(tokenizer), len(tokenizer) + 3))
     before = load_file(folder / "tied/model.safetensors")["model.embed_tokens.weight"]
@@ -116,7 +116,7 @@ def test_added_tokens_are_trained(run, folder):
 
 
 @pytest.mark.parametrize("method", ["dora", "lora, tokens", "rslora, tokens, untied", "full, tokens"])
-def test_loaded_back_it_has_the_loss_that_it_was_saved_with(run, chats, folder, method):
+def test_a_reloaded_model_has_the_loss_it_was_saved_with(run, chats, folder, method):
     outcome = run("fsdp", method)
     loaded, tokenizer = loading.load_for_answers(outcome.folder / "model")
     assert tokenizer.tokenize("sort abcd") == (["sort", "Ġ", "ab", "cd"] if "tokens" in method else list("sortĠabcd"))
@@ -136,7 +136,7 @@ def test_loaded_back_it_has_the_loss_that_it_was_saved_with(run, chats, folder, 
 
 
 @pytest.mark.parametrize("method", ["qdora", "lora, tokens"])
-def test_what_is_continued_starts_where_it_was_left(run, folder, method):
+def test_a_continued_adapter_starts_at_its_saved_loss(run, folder, method):
     first = run("single", method)
     second = run("zero2", method, f"adapter.path={first.folder}/model", "train.steps=2")
     assert second.kept[2][0] == pytest.approx(first.kept[2][-1], rel=1e-5)
@@ -147,8 +147,8 @@ def test_what_is_continued_starts_where_it_was_left(run, folder, method):
     assert sorted(saved[0]["target_modules"]) == sorted(saved[1]["target_modules"])
 
 
-def test_a_continued_run_resumes_from_itself_and_notices_another_start(run, folder):
-    run("single", "continued")  # makes what it starts from
+def test_a_continued_run_resumes_from_itself_and_notices_a_changed_adapter(run, folder):
+    run("single", "continued")  # creates the adapter it starts from
     given = ("schedule.name=constant", "schedule.warmup=0", "save.every=2")
     whole = run("single", "continued", *given, "train.steps=4", "run.name=whole")
     run("single", "continued", *given, "train.steps=2", "run.name=cut")
@@ -160,7 +160,7 @@ def test_a_continued_run_resumes_from_itself_and_notices_another_start(run, fold
     kept = load_file(file)
     try:
         save_file(kept | {name: t + 1e-3 for name, t in kept.items() if "lora_B" in name}, file)
-        with pytest.raises(AssertionError, match=r"trained upon other weights than model.name, or adapter.path, has"):
+        with pytest.raises(AssertionError, match=r"trained on other base weights: model.name or adapter.path has"):
             run("single", "continued", *given, "train.steps=6", "run.name=cut", "run.resume=latest")
     finally:
         save_file(kept, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Every gear trains the same model: same rows, same loss at every step, same weights at the end."""
+"""Test that every gear trains the same model: same rows, same loss at every step, same final weights."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from support.gears import disk_operations_are_built
 from support.methods import METHODS
 
 STEPS = 20
-# With its usual eps AdamW does not see a constant factor in the gradients, such as another clip, or a mean over the
-# ranks that should be a sum. With eps near the gradients' own size (0.5 / sqrt(120,000 weights) = 1.4e-3) it does.
+# With its usual eps AdamW hides a constant factor in the gradients, such as another clip or a mean instead of a sum
+# over ranks. An eps near the gradients' size (0.5 / sqrt(120,000 weights) = 1.4e-3) makes the factor visible.
 FULL = (
     "optim.lr=5e-3",
     "optim.eps=1e-3",
@@ -18,12 +18,12 @@ FULL = (
     f"train.steps={STEPS}",
     "schedule.warmup=3",
 )
-ADAPTERS = ("optim.lr=1e-2",)  # which have few weights
+ADAPTERS = ("optim.lr=1e-2",)  # adapters have few weights
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, chats):
-    """The run of each method on one device, made once."""
+    """Return get(method, train), which runs each method on one device once."""
     made = {}
 
     def get(method: str, train):
@@ -88,29 +88,29 @@ def assert_same(outcome, reference, loss_tolerance: float, weight_tolerance: flo
 )
 def test_full(train, single, gear, ranks):
     if gear == "zero3_nvme" and not disk_operations_are_built():
-        pytest.skip("DeepSpeed would build its disk operations for minutes; make matrix does")
+        pytest.skip("DeepSpeed would build its disk operations, which takes minutes; make matrix builds them")
     reference = single("full", train)
-    assert reference.kept_norms[0] > 0.5, "the clip must bite, or its absence would not be noticed"
+    assert reference.kept_norms[0] > 0.5, "the clip must take effect, or its absence would not be noticed"
     assert_same(checked(train(gear, *FULL, ranks=ranks)), reference, 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize(("gear", "few", "many"), [("ddp", 2, 4), ("fsdp", 2, 3)])
-def test_other_ranks_of_one_gear(train, gear, few, many):
+def test_one_gear_on_different_numbers_of_ranks(train, gear, few, many):
     two, more = (checked(train(gear, *FULL, ranks=ranks)) for ranks in (few, many))
     assert worst(more.kept_losses, two.kept_losses) < 1e-6
 
 
-@pytest.mark.parametrize(("gear", "method"), [("fsdp", "qlora"), ("zero3", "lora")])  # the others: make matrix
+@pytest.mark.parametrize(("gear", "method"), [("fsdp", "qlora"), ("zero3", "lora")])  # make matrix runs the others
 def test_adapters(train, single, gear, method):
     outcome = checked(train(gear, *FULL, *changes_of(method), ranks=2))
     assert_same(outcome, single(method, train), 1e-4, 1e-4)
     moved = [name for name, tensor in outcome.kept_weights.items() if "lora_B" in name and tensor.abs().max() > 0]
-    assert len(moved) == 14, "7 linear layers in each of 2 layers have an adapter that was trained and saved"
+    assert len(moved) == 14, "each of 2 layers has 7 linear layers whose adapter was trained and saved"
 
 
 @pytest.mark.parametrize("gear", ["tp", "ulysses", "pp"])
-def test_norms_of_heads(train, tmp_path, gear):
-    """Qwen3's: their gradients are added over the ranks that share the heads, once for each micro batch."""
+def test_per_head_norms(train, tmp_path, gear):
+    """The gradients of Qwen3's head norms are summed over the ranks that share the heads, once per micro-batch."""
     from transformers import AutoTokenizer, Qwen3Config
 
     from gearbox.model import random_init
@@ -129,14 +129,14 @@ def test_norms_of_heads(train, tmp_path, gear):
 
 
 def test_64_rows_on_3_ranks(train):
-    """64 = 21 x 3 + 1: the last round is filled with empty rows, which count nothing."""
+    """The last round is padded with empty rows, which have no effect: 64 = 21 x 3 + 1."""
     changes = ("batch.rows=64", "batch.micro_rows=5")
     alone, three = train("single", *changes), train("ddp", *changes, ranks=3)
     assert set(alone.codes + three.codes) == {0}, alone.output + three.output
     assert three.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
-# Each must be far outside the tolerance, or the tests above would not notice it.
+# Each breakage must exceed the tolerance by far, or the tests above would not notice it.
 @pytest.mark.parametrize("breakage", [averaged_per_micro_batch, scheduled_by_rank, clipped_at_auto])
 def test_breakage_is_noticed(train, single, monkeypatch, breakage):
     reference = single("full", train)

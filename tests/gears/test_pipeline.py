@@ -1,4 +1,4 @@
-"""The gear pp trains the same weights as one device."""
+"""Test that the gear pp trains the same weights as one device."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 from gearbox import ROOT
 
 STEPS = 20
-# As in test_parity: a clip that bites and an eps of the gradients' size, else AdamW would not see a constant factor.
+# The clip takes effect and eps has the gradients' size; else AdamW would hide a constant factor (see test_parity).
 FULL = (
     "optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", f"train.steps={STEPS}", "schedule.warmup=3",
     "batch.rows=4", "batch.row_tokens=96",
@@ -27,7 +27,7 @@ MODELS = {
 
 
 def folder_of(name: str, folder: Path) -> str:
-    """The model of recipes/tiny with these changes, to be drawn at random, but not narrowed."""
+    """Write the config of recipes/tiny with these changes, for random weights at full width, and return its folder."""
     made = folder / "model"
     shutil.copytree(ROOT / "recipes/tiny", made)
     config = json.loads((made / "config.json").read_text()) | {"hidden_size": 64} | MODELS[name]
@@ -52,7 +52,7 @@ def test_pipelines_train_the_same(train, tmp_path, name):
     assert_same(train("pp", *given, ranks=ranks), train("single", *given))
 
 
-def test_gpipe_evaluates_and_says_how_long_it_idles(train, tmp_path):
+def test_gpipe_evaluates_and_reports_its_idle_time(train, tmp_path):
     gear = tmp_path / "pp.yaml"
     gear.write_text((ROOT / "accelerate_configs/pp.yaml").read_text().replace("1f1b", "gpipe"))
     outcome = train(str(gear), *FULL, "eval.every=10", "eval.samples=1", "model.gradient_checkpointing=true")
@@ -60,7 +60,8 @@ def test_gpipe_evaluates_and_says_how_long_it_idles(train, tmp_path):
     assert_same(outcome, single)
     assert "pipeline, gpipe, pp 2" in outcome.output and "layers 0-0, 1-1" in outcome.output
     assert "4 rows = 1 replica x 4 accumulation rounds x 1 row\n" in outcome.output
-    assert "20% of a step idle if all stages are equally fast: (p-1)/(m+p-1)" in outcome.output, "4 micro batches on 2 stages"
+    # 4 micro-batches on 2 stages
+    assert "20% of a step idle if all stages are equally fast: (p-1)/(m+p-1)" in outcome.output
     assert all(0 < line["idle"] < 1 for line in outcome.lines("idle"))
     evaluated = [[line["eval_loss"] for line in each.lines("eval_loss")] for each in (outcome, single)]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
@@ -78,8 +79,8 @@ def test_adapters(train, given):
     assert settings[0] == settings[1]
 
 
-def test_an_adapter_goes_on(train):
-    """DoRA on a pipeline, and the same adapter trained on from its folder."""
+def test_training_continues_from_an_adapter(train):
+    """A pipeline trains a saved DoRA adapter further, the same as one device."""
     given = ("adapter.method=dora", "optim.lr=1e-2", "run.rehearse=false", "model.init=random")
     first = train("single", *given, "run.name=first")
     path = f"adapter.path={first.folder / 'model'}"
@@ -92,7 +93,7 @@ def test_unpacked_rows(train):
 
 
 @pytest.mark.parametrize(("before", "after", "ranks"), [("pp", "single", None), ("single", "pp", 4)])
-def test_a_run_goes_on_under_another_gear(train, before, after, ranks):
+def test_a_run_resumes_under_another_gear(train, before, after, ranks):
     whole = train("single", "train.steps=6", "run.name=whole")
     saving = ("train.steps=6", "save.every=3", "save.keep=3", "run.name=cut")
     first = train(before, *saving)

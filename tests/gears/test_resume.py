@@ -1,4 +1,4 @@
-"""A run that is interrupted and gone on with equals one that is not: bit for bit on the same ranks."""
+"""Test that an interrupted and resumed run equals an uninterrupted one, bit for bit on the same ranks."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from gearbox.checkpoint.train_state import TrainState
 from support.faults import count_steps, patch_step
 from support.methods import METHODS
 
-# A constant rate does not depend on the number of steps, so runs of other lengths are parts of each other.
+# A constant rate does not depend on the number of steps, so a short run is the beginning of a long one.
 STEPS = ("schedule.name=constant", "optim.lr=1e-2", "save.every=2", "run.name=cut")
 DROPOUT = ("adapter.method=lora", "adapter.dropout=0.2")
 
@@ -22,7 +22,7 @@ def checked(outcome):
 
 
 def interrupted(monkeypatch, step: int, number: int = signal.SIGTERM, rank: int = 0):
-    """Let a rank signal itself within a step."""
+    """Make a rank send itself a signal within a step."""
 
     def signal_itself(taken):
         if TrainState.now == step and taken.rank == rank:
@@ -58,8 +58,8 @@ def assert_equal(outcome, reference):
         ("zero2", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
     ],
 )
-def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, changes):
-    """Within one epoch, the second time in a step that no checkpoint was due at."""
+def test_two_interruptions_change_nothing(train, monkeypatch, gear, ranks, changes):
+    """Both interruptions are in one epoch; the second is in a step at which no checkpoint is due."""
     given = (*STEPS, *changes, "train.steps=7", "eval.every=3", "eval.fraction=0.1")
     whole = checked(train(gear, *given, "run.name=whole", ranks=ranks))
     with monkeypatch.context() as first:
@@ -67,7 +67,7 @@ def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, chang
         assert "stopped at step 3" in checked(train(gear, *given, ranks=ranks)).output
     with monkeypatch.context() as second:
         interrupted(second, 5, signal.SIGUSR1, rank=ranks - 1)
-        assert "goes on from" in checked(train(gear, *given, ranks=ranks)).output
+        assert "resuming from" in checked(train(gear, *given, ranks=ranks)).output
     last = checked(train(gear, *given, ranks=ranks))
     assert "step-5, step 5 of 7" in last.output
     assert_equal(last, whole)
@@ -76,8 +76,8 @@ def test_interrupted_twice_is_as_if_never(train, monkeypatch, gear, ranks, chang
     assert last.lines("loss")[-1]["tokens"] == whole.lines("loss")[-1]["tokens"]
 
 
-def test_what_is_not_restored_is_noticed(train, monkeypatch):
-    """The comparison above must see each of these missing."""
+def test_missing_state_is_noticed(train, monkeypatch):
+    """The comparison above must fail if any of these is not restored."""
     from gearbox.distributed import engine, sharded_state
 
     given = (*STEPS, *DROPOUT, "train.steps=4")
@@ -99,7 +99,7 @@ def test_what_is_not_restored_is_noticed(train, monkeypatch):
 
 
 def test_from_gear_to_gear(train):
-    """One run under every engine in turn, on 1 to 4 ranks, a step each, with AdamW's state."""
+    """Resume one run under every engine in turn, on 1 to 4 ranks, one step each, with AdamW's state."""
     given = STEPS
     chain = [
         ("single", 1), ("ddp", 2), ("fsdp", 3), ("tp", 2), ("zero3", 2), ("fsdp_tp", 4), ("pp", 2), ("zero2", 2),
@@ -117,7 +117,7 @@ def test_from_gear_to_gear(train):
 
 @pytest.mark.parametrize("gear", ["ddp", "fsdp"])
 def test_on_other_ranks_within_one_epoch(train, gear):
-    """2 -> 3 -> 1 -> 2 ranks."""
+    """Resume on 2 -> 3 -> 1 -> 2 ranks."""
     whole = checked(train(gear, *STEPS, "run.name=whole", "train.steps=8", ranks=2))
     for number, ranks in enumerate((2, 3, 1, 2), start=1):
         here = gear if ranks > 1 else "single"
@@ -142,7 +142,7 @@ def test_bf16_masters_and_zero_in_bf16(train, monkeypatch):
 
 
 def test_under_zero_in_bf16_the_masters_are_saved(train, monkeypatch):
-    """Not the bf16 weights that the engine computes with."""
+    """The saved weights are the fp32 masters, not the bf16 weights that the engine computes with."""
     from gearbox.distributed import engine
 
     monkeypatch.setattr(engine, "precision", lambda gear: gear.precision)
@@ -150,7 +150,7 @@ def test_under_zero_in_bf16_the_masters_are_saved(train, monkeypatch):
     assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())
 
 
-def test_the_best_is_kept_beside_the_newest(train):
+def test_the_best_checkpoint_is_kept_with_the_newest(train):
     given = (*STEPS, "optim.lr=3e-2", "train.steps=8", "save.every=1", "eval.every=1", "eval.fraction=0.1")
     outcome = checked(train("single", *given))
     looked_at = {line["step"]: line["eval_loss"] for line in outcome.lines("eval_loss") if line["step"]}
@@ -160,5 +160,5 @@ def test_the_best_is_kept_beside_the_newest(train):
     worse = checked(train("single", *given, "optim.lr=3", "run.name=worse"))
     looked_at = {line["step"]: line["eval_loss"] for line in worse.lines("eval_loss") if line["step"]}
     best = min(looked_at, key=looked_at.get)
-    assert best < 7, "the case must be the one where the best is an old one"
+    assert best < 7, "the best checkpoint must be an old one in this case"
     assert {int(path.name.removeprefix("step-")) for path in (worse.folder / "checkpoints").iterdir()} == {7, 8, best}

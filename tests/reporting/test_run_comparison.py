@@ -1,4 +1,4 @@
-"""src/parity.py: gears that train alike pass, and whatever parts them is found, with its step and its parameter."""
+"""Test src/parity.py: equal gears pass, and any divergence is found with its step and its parameter."""
 
 import json
 import shutil
@@ -24,14 +24,14 @@ SMALL = ("batch.rows=6", "batch.row_tokens=128", "batch.micro_rows=1", "optim.ma
 
 
 def rows(said: str) -> dict[str, str]:
-    """The lines of the table by their gear."""
+    """Return the lines of the table by gear."""
     lines = [line.strip() for line in said.split(" verdict")[1].splitlines()]
     return {line.split()[0]: line for line in lines if line and not line.split()[0].endswith(":")}
 
 
 @pytest.fixture
 def compare(tmp_path, chats, monkeypatch, capsys):
-    """The command on warm forked ranks: compare("single,fsdp:2", ...) -> exit code, output. `meddle` precedes a run."""
+    """Run the command on forked ranks: compare("single,fsdp:2", ...) -> exit code, output. `meddle` precedes a run."""
     skip_loading_back(monkeypatch)
 
     def call(gears: str, *arguments: str, meddle=lambda gear, patch: None) -> tuple[int, str]:
@@ -51,8 +51,8 @@ def compare(tmp_path, chats, monkeypatch, capsys):
     return call
 
 
-def test_what_stays_beside_the_figures(compare, tmp_path):
-    """Nothing large; and a folder that is there is left alone."""
+def test_only_small_files_remain(compare, tmp_path):
+    """The large folders are deleted, and an existing folder is not touched."""
     (tmp_path / "runs" / "parity-tiny").mkdir(parents=True)
     code, said = compare("single,fsdp")
     assert code == 0, said
@@ -84,35 +84,35 @@ def test_another_learning_rate_is_found_at_its_step(compare):
     code, said = compare("single,fsdp:2,ddp:2", meddle=meddle)
     assert code == 1
     assert rows(said)["fsdp-2"].endswith("equal")
-    assert rows(said)["ddp-2"].endswith("parts at step 3")
-    assert "ddp-2: weights by " in said and "most in model." in said
+    assert rows(said)["ddp-2"].endswith("diverges @3")
+    assert "ddp-2: step 3 differs in weights by " in said and "(mostly in model." in said
 
 
 @pytest.mark.parametrize("fault", [averaged_per_micro_batch, clipped_at_auto])
-def test_what_other_templates_get_wrong_is_found(compare, fault):
+def test_common_faults_are_found(compare, fault):
     code, said = compare("single,zero2", meddle=lambda gear, patch: fault(patch) if gear == "zero2" else None)
     assert code == 1, said
-    assert "zero2-2: " in said and "moments by " in said
+    assert "zero2-2: step " in said and "moments by " in said
 
 
-def test_a_gear_that_does_not_run_is_said(compare):
+def test_a_failed_gear_is_reported(compare):
     code, said = compare("single,single:2,fsdp")
     assert code == 1
     lines = {line.split()[0]: line for line in said.splitlines()[3:] if line.strip()}
-    assert "does not run" in lines["single-2"] and "equal" in lines["fsdp-2"]
-    assert "single-2: accelerate_configs/single.yaml: trains on one device, but 2 ranks run" in said.replace(
+    assert "failed" in lines["single-2"] and "equal" in lines["fsdp-2"]
+    assert "single-2: accelerate_configs/single.yaml: trains on one device, but 2 ranks are running" in said.replace(
         f"{ROOT}/", ""
     )
 
 
-def test_nothing_is_compared_with_a_reference_that_does_not_run(compare):
+def test_nothing_is_compared_with_a_failed_reference(compare):
     code, said = compare("single:2,fsdp")
     assert code == 1
     assert "single-2: " in said and "fsdp-2" not in said
 
 
-def test_what_is_stopped_leaves_nothing_large(tmp_path, monkeypatch, capsys):
-    """launch.py answers 85 when it was asked to stop and has saved, 130 after a second Ctrl-C."""
+def test_a_stopped_comparison_leaves_no_checkpoints(tmp_path, monkeypatch, capsys):
+    """launch.py exits with 85 when it was asked to stop and has saved, and with 130 after a second Ctrl-C."""
     begun = []
 
     def train(flags: list[str], given: list[str], output) -> int:
@@ -133,7 +133,7 @@ def made() -> dict[str, Path]:
 
 @pytest.fixture
 def pair(train, made, tmp_path):
-    """Two equal runs: one, and a copy of it."""
+    """Return a run and a copy of it."""
     if not made:
         outcome = train("single", *SMALL, "save.every=1", "save.keep=3")
         assert outcome.codes == [0], outcome.output
@@ -157,28 +157,28 @@ def test_a_changed_parameter_is_named_with_its_step(pair, kind, quantity):
     tensors[f"{kind}|{NAME}|0"] *= 1.05
     save_file(tensors, file)
     other.compare_with(reference)
-    assert other.verdict(FP32) == "parts at step 2"
-    assert other.explanation(FP32).startswith(f"{quantity} by ")
-    assert other.explanation(FP32).endswith(f", most in {NAME}")
+    assert other.verdict(FP32) == "diverges @2"
+    assert other.explanation(FP32).startswith(f"step 2 differs in {quantity} by ")
+    assert other.explanation(FP32).endswith(f" (mostly in {NAME})")
     assert run_comparison.TOLERANCES["no"][quantity] < other.largest(quantity)[0] < 1
     assert other.largest(quantity)[1] == 2
 
 
-def test_a_step_that_was_not_taken_is_far_off_at_any_learning_rate(pair):
-    """Weights are measured by how far the learning rates let them go, not by their own size."""
+def test_a_skipped_step_differs_at_any_learning_rate(pair):
+    """Differences in weights are relative to the distance that the learning rates allow, not to the weights."""
     reference, other = pair
     second, third = (other.folder / "checkpoints" / f"step-{step}" / "shard-00000.safetensors" for step in (2, 3))
     before, after = load_file(second), load_file(third)
     save_file({key: (before if key.startswith("parameter|") else after)[key] for key in after}, third)
     other.compare_with(reference)
-    assert other.verdict(FP32) == "parts at step 3"
+    assert other.verdict(FP32) == "diverges @3"
     assert 0.05 < other.largest("weights")[0] < 0.5
 
 
 @pytest.mark.parametrize(
     ("key", "value", "explained"),
     [
-        ("rows_hash", "0", "other rows"),
+        ("rows_hash", "0", "rows"),
         ("loss", None, "loss by inf"),
         ("grad_norm", 3.0, "gradient norm by "),
     ],
@@ -190,22 +190,22 @@ def test_each_number_of_a_step_is_compared(pair, key, value, explained):
     changed = [line | {key: value} if line["step"] == 3 and key in line else line for line in lines]
     path.write_text("\n".join(map(json.dumps, changed)))
     other.compare_with(reference)
-    assert other.verdict(FP32) == "parts at step 3"
-    assert other.explanation(FP32).startswith(explained)
+    assert other.verdict(FP32) == "diverges @3"
+    assert other.explanation(FP32).startswith(f"step 3 differs in {explained}")
 
 
-def test_a_missing_checkpoint_is_no_equality(pair):
+def test_a_missing_checkpoint_is_not_equality(pair):
     reference, other = pair
     (other.folder / "checkpoints" / "step-1" / "manifest.json").unlink()
     other.compare_with(reference)
-    assert other.verdict(FP32) == "does not run" and other.problem == "manifest.json: is missing"
+    assert other.verdict(FP32) == "failed" and other.problem == "manifest.json: is missing"
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gears", "single,fsdpp"], "--gears: fsdpp: there is no such gear; did you mean 'fsdp'?"),
-        (["--gears", "single,ddp:many"], "num_processes: must be a whole number from 1, found 'many'"),
+        (["--gears", "single,fsdpp"], "--gears: fsdpp: unknown gear; did you mean 'fsdp'?"),
+        (["--gears", "single,ddp:many"], "num_processes: must be an integer >= 1, found 'many'"),
         (["--gears", "fsdp"], "--gears: fsdp: give two or more, such as single,fsdp"),
         (["--gears", "single,fsdp,fsdp:2"], "--gears: fsdp-2 is there twice"),
         (["--geers", "single,fsdp"], "usage: python src/parity.py"),
@@ -213,13 +213,13 @@ def test_a_missing_checkpoint_is_no_equality(pair):
         (["--steps", "0"], "--steps 0 --weights-every 1: both must be 1 or more"),
         (["train.steps=60"], "train.steps: the comparison sets it itself"),
         (["save.every=5"], "save.every: the comparison sets it itself"),
-        (["optim.lrr=1"], "optim.lrr: there is no such key; did you mean 'lr'?"),
+        (["optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
         (["adapter.method=lora", "adapter.dropout=0.1"], "adapter.dropout: each rank draws its own numbers"),
         (["optim.name=adamw_8bit"], "optim.name: adamw_8bit rounds by blocks of a rank's shard"),
         (["optim.master_weights=bf16", "--gears", "single,fsdp"], "optim.master_weights: bf16 rounds"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, said, tmp_path):
+def test_a_user_error_is_one_line(arguments, said, tmp_path):
     with pytest.raises(UserError) as refused:
         script.main([*arguments, f"run.dir={tmp_path}/runs"])
     assert said in str(refused.value)
@@ -228,7 +228,7 @@ def test_a_mistake_is_one_line(arguments, said, tmp_path):
 
 
 @pytest.mark.cold
-def test_a_mistake_is_found_without_torch():
+def test_a_user_error_is_found_without_torch():
     code = "import sys, parity\ntry: parity.main(['--gears', 'fsdp'])\nfinally: print({*sys.argv} & {*sys.modules})"
     outcome = subprocess.run(
         [sys.executable, "-c", code, *HEAVY], cwd=ROOT / "src", capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""What is settled before the first step: data that all ranks share, documents kept apart, what is left out."""
+"""Test the setup before the first step: shared data, isolated documents, and dropped documents."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from support.corpora import jsonl
 
 
 @pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
-def test_a_model_that_lets_packed_documents_see_each_other_gets_one_a_row(train, tmp_path, gear):
-    """LFM2's convolutions run through a packed row. The loss must be that of the documents one at a time."""
+def test_a_model_that_leaks_between_packed_documents_trains_one_per_row(train, tmp_path, gear):
+    """LFM2's convolutions run across a packed row. The loss must equal that of separate documents."""
     folder = tmp_path / "lfm2"
     settings = transformers.Lfm2Config(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -33,7 +33,7 @@ def test_a_model_that_lets_packed_documents_see_each_other_gets_one_a_row(train,
     assert "packing is off" not in padded.output
 
 
-def test_documents_that_are_not_trained_are_listed_in_the_runs_folder(train, tmp_path):
+def test_dropped_documents_are_listed_in_the_runs_folder(train, tmp_path):
     records = [{"instruction": f"q{i}", "output": "a"} for i in range(30)]
     records[7] = {"instruction": "q7"}
     records[9]["instruction"] = "q" * 200
@@ -45,8 +45,8 @@ def test_documents_that_are_not_trained_are_listed_in_the_runs_folder(train, tmp
         {"place": f"{path}:8", "reason": "output: is missing; the fields are instruction"},
         {"place": f"{path}:10", "reason": "no supervised token before the cut"},
     ]
-    told = next(line for line in outcome.output.splitlines() if line.startswith("documents "))
-    read, trained, held_out, dropped = [int(word) for word in told.split() if word.isdigit()][:4]
+    line = next(line for line in outcome.output.splitlines() if line.startswith("documents "))
+    read, trained, held_out, dropped = [int(word) for word in line.split() if word.isdigit()][:4]
     assert (read, dropped) == (30, 2) and read == trained + held_out + dropped
 
 
@@ -55,11 +55,11 @@ def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
     outcome = train("ddp", f"data.path={path}", ranks=2)
     assert outcome.codes[0] == 2 and outcome.folder is None
     assert f"{path}:2: text: must be a string, found a number" in outcome.output
-    assert outcome.output.count("must be a string") == 1, "the rank that waits has nothing to say"
+    assert outcome.output.count("must be a string") == 1, "the waiting rank must print nothing"
 
 
 def one_dies(*_):
-    """The first process of the pool that comes here; the others go on."""
+    """Kill the first worker that gets here, and let the others wait."""
     try:
         os.mkdir(os.environ["DIED"])  # noqa: PTH102
     except FileExistsError:
@@ -68,7 +68,7 @@ def one_dies(*_):
 
 
 def test_a_tokenizing_process_that_is_killed_ends_the_run(train, tmp_path, monkeypatch):
-    """The others are ended by SIGTERM, which must not be caught by the watch that they have inherited."""
+    """SIGTERM ends the other workers. The signal watch that they inherited must not catch it."""
 
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     monkeypatch.setattr(tokenization, "_run_worker", one_dies)
@@ -77,7 +77,7 @@ def test_a_tokenizing_process_that_is_killed_ends_the_run(train, tmp_path, monke
 
 
 def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch):
-    """As machines do whose copies of a file differ."""
+    """Give each rank its own data, as on machines whose copies of a file differ."""
 
     usual = corpus.load_corpora
 

@@ -1,1 +1,1 @@
-"""torch.distributed, Accelerate, FSDP2 and DeepSpeed: the only folder that names an engine."""
+"""Engines: torch.distributed, Accelerate, FSDP2 and DeepSpeed. No other folder names an engine."""

@@ -1,7 +1,7 @@
-"""The engine: Accelerate started as the gear asks, the wrapped model and optimizer, and what a step does with them.
+"""Start Accelerate for a gear, wrap the model and the optimizer, and run the parts of a training step on them.
 
-`verification` proves that what was asked for is what runs. On a machine without a GPU the same engine runs on gloo in
-fp32, with as many ranks.
+`verification` checks that the running engine matches the gear. On a machine without a GPU the same engine runs on
+gloo in fp32, with the same number of ranks.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine:
-    """A model under an engine. Every rank has one and makes the same calls, in the same order."""
+    """A model and its optimizer under an engine. Every rank makes the same calls in the same order."""
 
     job: Job
     world: ProcessGroup
     accelerator: Accelerator
     model: nn.Module
-    """As the engine wraps it: call this one. With labels it returns the sum of its target tokens' losses
-    (model/loss.py); without gradients, each token's."""
+    """The model as the engine wraps it; call this one. With labels it returns the sum of the target tokens' losses
+    (model/loss.py). Without gradients it returns the loss of each token."""
     unwrapped: nn.Module
-    """As it was loaded: its parameters have the model's own names."""
+    """The model as it was loaded: its parameters have the model's own names."""
     optimizer: Optimizer
     source: str
-    """Folder or hub id of the weights it started from."""
+    """Folder or Hub id of the starting weights."""
     stored_dtype: torch.dtype
-    """In which those are stored, and the trained ones are saved."""
+    """The dtype of the starting weights in their files; trained weights are saved in it."""
 
     @property
     def device(self) -> torch.device:
@@ -67,62 +67,62 @@ class Engine:
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline, where the model is cut into stages."""
+        """The pipeline if the model is split into stages, else None."""
         return self.model if isinstance(self.model, Pipeline) else None
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Which part of a step's rows this rank trains, and how many parts there are."""
+        """The index of this rank's part of a step's rows, and the number of parts."""
         gear = self.job.gear
         return gear.data_rank(self.world.rank), gear.data_parallel
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """Which part of the held-out rows this rank evaluates, and how many parts there are.
+        """The index of this rank's part of the held-out rows, and the number of parts.
 
         Ranks that share a sequence in training evaluate different rows.
         """
         return self.job.gear.eval_shard(self.world.rank)
 
     def to_device(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the inputs of the model, on its device."""
+        """Return the inputs of the model on its device."""
         return {name: tensor.to(self.device) for name, tensor in micro_batch.items() if name != "chunk_ids"}
 
     @contextmanager
     def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Enter gradient accumulation, which decides `is_last_micro_batch`; yield the model's inputs on this rank."""
+        """Enter gradient accumulation, which sets `is_last_micro_batch`, and yield the model's inputs on this rank."""
         with self.accelerator.accumulate(self.model), self.local_tokens(self.to_device(micro_batch)) as inputs:
             yield inputs
 
     def local_tokens(self, inputs: dict[str, torch.Tensor]) -> AbstractContextManager[dict[str, torch.Tensor]]:
-        """Yield this rank's tokens of rows [B, T] that several ranks share; all of them where none do."""
+        """Yield this rank's tokens of rows [B, T]: a part if several ranks share each row, else all of them."""
         return sequence_parallel.local_tokens(self.job.gear, self.accelerator, inputs)
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the micro batch under way is the last one of its step."""
+        """True while the current micro-batch is the last one of its step."""
         return bool(self.accelerator.sync_gradients)
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks with tokens of their own, on every rank."""
-        return self.sum_over_all_ranks(value) / self.job.gear.degree("tp")  # whose ranks all have the same tokens
+        """Return the sum over all ranks on every rank, counting ranks with the same tokens once."""
+        return self.sum_over_all_ranks(value) / self.job.gear.degree("tp")  # tp ranks share the same tokens
 
     def sum_over_all_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, on every rank."""
         return cast(torch.Tensor, self.accelerator.reduce(value, "sum"))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a loss that is summed over ranks and micro batches.
+        """Accumulate the gradients of a loss that is summed over ranks and micro-batches.
 
-        Engines average over the ranks that have tokens of their own (dp, cp, sp) and over the micro batches: both are
-        undone here. ZeRO clips and takes its step inside the last backward pass of a step.
+        Engines average over the ranks with different tokens (dp, cp, sp) and over the micro-batches. Both averages
+        are undone here. ZeRO clips and steps inside the last backward pass of a step.
         """
         self.accelerator.backward(loss * (self.job.gear.averaged_over * self.job.batch.accumulation_steps))
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the gradient of the whole step and return its norm before; not finite where the step must be skipped.
+        """Clip the gradient of the step and return its norm before clipping; skip the step if it is not finite.
 
-        ZeRO has clipped already in `backward`, and taken its step; it took none if the norm was not finite.
+        ZeRO has already clipped and stepped in `backward`. It did not step if the norm was not finite.
         """
         if getattr(getattr(self.model, "optimizer", None), "overflow", False):
             return math.nan
@@ -138,37 +138,37 @@ class Engine:
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf))
 
     def step_and_zero(self, skip: bool) -> None:
-        """Take the optimizer's step, unless it is skipped or accumulation continues, and clear the gradients."""
+        """Step the optimizer, unless the step is skipped or accumulation continues, and clear the gradients."""
         if not skip:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it before the backward pass of the last micro batch: DeepSpeed takes its step inside that."""
+        """Set the learning rate. Call this before the last micro-batch's backward pass: DeepSpeed steps inside it."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def seed_step(self, step: int) -> None:
-        """Let random numbers follow from (seed, step, rank): a resumed run draws what an uninterrupted one would."""
+        """Seed from (seed, step, rank), so that a resumed run draws the same numbers as an uninterrupted one."""
         seed_step(self.job.recipe.train.seed, step, self.world.rank // self.job.gear.degree("tp"))
 
     def fix_ddp_bucket_order(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Let DDP order its buckets before step 1, by a backward pass of a batch without targets.
+        """Let DDP order its buckets before step 1, with a backward pass of a batch without targets.
 
-        The first pass decides it, and with it which rank's gradients are added first: from 3 ranks on a resumed run
-        would otherwise differ in the last bit from an uninterrupted one.
+        The first backward pass decides the order, and with it which ranks' gradients are added first. Otherwise a
+        resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit.
         """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model(**self.to_device(batch)).backward()
             self.model.zero_grad()
 
     def local_shards(self) -> list[TensorShard]:
-        """Return what this rank writes to a checkpoint. Every rank calls it."""
+        """Return the shards that this rank writes to a checkpoint. Every rank must call it."""
         return sharded_state.local_shards(self.unwrapped, self.optimizer, self.world)
 
 
 def seed_step(*numbers: int) -> None:
-    """Seed all random generators by these numbers."""
+    """Seed all random generators from these numbers."""
     set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
@@ -178,20 +178,20 @@ def unwrap(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def precision(gear: Gear) -> str:
-    """Return no (fp32) or bf16. Most CPUs have no bf16 units, so they compute in fp32."""
+    """Return the precision as Accelerate names it: "no" (fp32) or "bf16". CPUs run fp32; most lack bf16 units."""
     return "no" if runs_on_cpu() else gear.precision
 
 
 def create_accelerator(job: Job) -> Accelerator:
-    """Return the Accelerator of the job's gear, after join_process_group."""
+    """Return the Accelerator of the job's gear. Call it after `join_process_group`."""
     gear = job.gear
     options: dict[str, Any] = {"mixed_precision": precision(gear)}
-    # Lists of micro batches, not a data loader: the count alone decides when gradients are reduced.
-    # FSDP2 would keep the whole gradient in fp32 on each rank until the last of them: 30 GB for a 7B. It reduces each.
+    # Micro-batches come as lists, not from a data loader, so only their number decides when gradients are reduced.
+    # FSDP2 must reduce after each: else every rank keeps the full fp32 gradient, 30 GB for a 7B model.
     options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
         num_steps=job.batch.accumulation_steps, sync_with_dataloader=False, sync_each_batch=gear.engine == "fsdp"
     )
-    # Checked by compatibility.check_against; it would override the plugin.
+    # This variable would override the plugin; compatibility.check_against has already checked it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     if gear.engine == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -199,7 +199,7 @@ def create_accelerator(job: Job) -> Accelerator:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             mixed_precision_policy=_fsdp_policy(gear), cpu_offload=_fsdp_offload(gear)
         )
-        # The policy alone decides: with mixed_precision accelerate would upcast bf16 masters and add autocast on top.
+        # Only the policy decides: with mixed_precision accelerate would upcast bf16 masters and add autocast.
         options["mixed_precision"] = "no"
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     if gear.engine == "zero":
@@ -210,7 +210,7 @@ def create_accelerator(job: Job) -> Accelerator:
         init = gear.zero_stage == 3 and job.recipe.model.quantize is None
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=init)
     options["parallelism_config"] = _parallelism_config(gear)
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # what the launcher read of it knows half of them
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # the launcher's copy lacks some degrees
     if gear.engine == "ddp":
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -219,7 +219,7 @@ def create_accelerator(job: Job) -> Accelerator:
 
 
 def _fsdp_policy(gear: Gear) -> MixedPrecisionPolicy:
-    """Forward in the gear's precision, gradients always reduced in fp32 (accelerate's default would be bf16)."""
+    """Return a policy that computes in the gear's precision and reduces in fp32; accelerate would reduce in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
@@ -234,7 +234,7 @@ def _fsdp_offload(gear: Gear) -> CPUOffloadPolicy | OffloadPolicy:
 
 
 def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
-    """The degrees that accelerate has to know. Those left out of the file follow from the number of ranks."""
+    """Return the degrees that accelerate must know. Degrees that the file omits follow from the number of ranks."""
     from accelerate import ParallelismConfig
 
     if all(gear.degree(name) == 1 for name in ("dp_replicate", "sp", "cp")) and (
@@ -249,13 +249,13 @@ def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
 
 
 def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
-    """Return options of `from_pretrained`: under tensor parallelism each rank reads only its shard of each matrix."""
+    """Return options for `from_pretrained`: under tensor parallelism each rank reads only its shard of each matrix."""
     if gear.degree("tp") == 1:
         return {}
     from transformers.distributed import DistributedConfig
 
     class TensorParallel(DistributedConfig):  # type: ignore[misc]
-        """Let transformers lay out the mesh of all ranks, and shard over tp only: FSDP comes after adapters, here."""
+        """A config by which transformers shards only over tp. Here FSDP is applied later, after adapters."""
 
         dp_size = 1
 
@@ -277,7 +277,7 @@ def prepare(
     if gear.degree("tp") > 1:
         fix_sharded_layers(model)
     if gear.engine == "tp":
-        # As under DDP, without its wrapper: the ranks share one model.
+        # Place the model as under DDP but without the DDP wrapper: the ranks share one model.
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
@@ -294,7 +294,7 @@ def prepare(
 
 
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:
-    """Return which stage of a pipeline this rank has, None without one."""
+    """Return the pipeline stage of a rank, or None without a pipeline."""
     count = gear.degree("pp")
     return Stage(rank // gear.data_parallel, count) if count > 1 else None
 
@@ -304,19 +304,19 @@ def _make_pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module)
         accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
     )
     compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
-    # As under DDP, without its wrapper: on its device, and in autocast.
+    # Place the model as under DDP but without the DDP wrapper: on its device and in autocast.
     placed = accelerator.prepare_model(model, evaluation_mode=True)
     return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
 
 
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an elementwise optimizer whose kernels know no DTensor work on each rank's own shard (FSDP2)."""
+    """Let an elementwise optimizer step each rank's local shard (FSDP2): its kernels do not support DTensor."""
     pairs: list[tuple[Any, torch.nn.Parameter]] = []
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             if isinstance(parameter, DTensor):
                 local = torch.nn.Parameter(parameter.to_local())
-                setattr(parameter, STEPPED_SHARD, local)  # by which its state is saved under its name
+                setattr(parameter, STEPPED_SHARD, local)  # so that state is saved under its name
                 pairs.append((parameter, local))
                 group["params"][i] = local
 

@@ -1,4 +1,4 @@
-"""One full parameter at a time, whichever engine holds it."""
+"""Gather full parameters under any engine, one at a time, and copy full tensors into sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def iter_full_parameters(
     only_trainable: bool,
     also: Container[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and full tensor of each parameter and persistent buffer, on the CPU, one at a time, on rank 0.
+    """Yield on rank 0 the name and full tensor, on the CPU, of each parameter and persistent buffer.
 
-    Trained parameters are fp32 masters. With `only_trainable`, frozen ones come only if `also` names them. All ranks
-    gather: each must exhaust the iterator. `device` is where tensors of other ranks are received.
+    Trained parameters are fp32 masters. With `only_trainable`, frozen ones are included only if `also` names them.
+    All ranks gather one tensor at a time, so each rank must exhaust the iterator. `device` receives tensors of other
+    ranks.
     """
     tensors = [*resharded_parameters(model), *persistent_buffers(model)]
     wanted = [(name, t) for name, t in tensors if t.requires_grad or not only_trainable or name in also]
@@ -36,7 +37,7 @@ def iter_full_parameters(
 def _from_other_ranks(
     wanted: dict[str, torch.Tensor], world: World, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield on rank 0 what it does not hold: the later stages of a pipeline, sent by the first rank of each."""
+    """Yield on rank 0 the tensors that it lacks: later pipeline stages, sent by the first rank of each stage."""
     wanted_by_rank = world.gather([(name, tensor.shape, tensor.dtype) for name, tensor in wanted.items()])
     seen = {name for name, *_ in wanted_by_rank[0]}
     for holder, wanted_there in enumerate(wanted_by_rank[1:], start=1):
@@ -54,7 +55,7 @@ def _from_other_ranks(
 
 @torch.no_grad()
 def copy_full_(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a full tensor into a parameter, or this rank's shard of it into a sharded one, before `prepare`."""
+    """Copy a full tensor into a parameter, or this rank's shard of it into a sharded one. Call it before `prepare`."""
     if isinstance(parameter, DTensor):
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(full)

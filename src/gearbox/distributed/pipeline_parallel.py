@@ -1,8 +1,8 @@
-"""Pipeline parallelism: a decoder split into stages of whole layers, one a rank, and micro batches that flow through.
+"""Pipeline parallelism: a decoder is split into stages of consecutive layers, through which micro-batches flow.
 
-Each rank holds only its own stage, under the parameter names of the full model. The modules of other stages are
-replaced by ones without weights, and the model's own forward runs on every stage. torch.distributed.pipelining has the
-schedules. Shapes: M micro batches of B rows of T tokens, H hidden size, V vocabulary.
+Each rank holds one stage, under the parameter names of the full model. Modules of other stages are replaced by
+modules without weights, and the model's own forward runs on every stage. The schedules are those of
+`torch.distributed.pipelining`. Shapes: M micro-batches of B rows of T tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-BUCKET_NUMEL = 2**25  # gradients summed in one all-reduce: 128 MiB, held a second time for as long
+BUCKET_NUMEL = 2**25  # elements summed in one all-reduce; its fp32 buffer takes another 128 MiB
 
 Moment: TypeAlias = float | torch.cuda.Event
 """A point in time: seconds, or an event of a GPU's stream."""
@@ -39,19 +39,19 @@ _cuda_event: Callable[..., torch.cuda.Event] = torch.cuda.Event  # torch does no
 
 @dataclass(frozen=True)
 class TimedPass:
-    """One forward or backward pass of a micro batch on this stage."""
+    """A forward or backward pass of one micro-batch on this stage."""
 
     kind: str
-    """F or B"""
+    """F (forward) or B (backward)."""
     micro_batch: int
     start: float
     end: float
-    """Seconds since the step began on this rank."""
+    """Both are seconds since the step began on this rank."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model returns without labels."""
+    """The output of a model that was called without labels."""
 
     logits: torch.Tensor
     """[B, T or logits_to_keep, V]"""
@@ -59,7 +59,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class _BuiltSchedule:
-    """Torch's schedule for one number and one shape of micro batches."""
+    """A schedule of torch for one number and one shape of micro-batches."""
 
     num_micro_batches: int
     shape: torch.Size
@@ -69,10 +69,10 @@ class _BuiltSchedule:
 
 
 class Pipeline(nn.Module):
-    """The stage of this rank, and the means to run all of them together.
+    """This rank's stage of a model, with the methods that run all stages together.
 
-    Called like the full model, without gradients, by all ranks of the pipeline, it returns on all of them what the
-    full model would. `step` trains.
+    Call it like the full model, without gradients and on all ranks of the pipeline: each rank gets the full model's
+    output. `step` trains.
     """
 
     def __init__(
@@ -83,49 +83,49 @@ class Pipeline(nn.Module):
         schedule: str = "1f1b",
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """`module` is a model of `stage_class`, or an adapter around it. `compute` is the dtype of what is sent.
+        """Wrap `module`, a model of `stage_class` or an adapter around it.
 
-        `stages` are the ranks of this pipeline, by stage; `replicas` those that hold the same stage. `schedule` is a
-        key of SCHEDULES.
+        `stages` are the ranks of this pipeline, by stage. `replicas` are the ranks that hold the same stage.
+        `schedule` is a key of SCHEDULES. `compute` is the dtype of the hidden states that stages send.
         """
         super().__init__()
         self.stage = Stage(dist.get_rank(stages), dist.get_world_size(stages))
         self.stage_module = _StageModule(module, self.stage, compute)
         self.stages, self.replicas, self.schedule = stages, replicas, schedule
         self.passes: list[TimedPass] = []
-        """Of the last step, in order."""
+        """The passes of the last step, in order."""
         self.seconds = 0.0
-        """From the last step's begin to the end of its last backward pass, on whichever stage."""
+        """Duration of the last step, until the last backward pass of any stage ends."""
         self.idle = 0.0
-        """Share of them in which a stage computed nothing, the mean over all stages; the same on all ranks."""
+        """Share of `seconds` in which a stage computed nothing: the mean over all stages, the same on all ranks."""
         self._built: _BuiltSchedule | None = None
         self._scale = 1.0
 
     @property
     def module(self) -> PreTrainedModel | PeftModel:
-        """This rank's stage of the model, as it was given."""
+        """This rank's stage of the model, without the pipeline's wrapper."""
         return self.stage_module.module
 
     @property
     def layers(self) -> str:
-        """Indices of this stage's layers, such as 0-11."""
+        """The indices of this stage's layers, such as 0-11."""
         layers = without_adapter(self.module).base_model.layers
         own = [i for i, layer in enumerate(layers) if not isinstance(layer, SkippedModule | ReceivedHidden)]
         return f"{own[0]}-{own[-1]}"
 
     def bubble(self, num_micro_batches: int) -> float:
-        """Return the share of a step in which a stage waits for the first micro batch, or for others' last.
+        """Return the share of a step in which a stage waits for the first micro-batch or for others' last one.
 
-        Assumes equal stages. In both schedules a stage of p waits as long as p - 1 forward and backward passes take,
-        and has m of its own.
+        This assumes equally fast stages. With p stages and m micro-batches, each stage runs m forward and backward
+        passes and waits for p - 1, in both schedules.
         """
         return (self.stage.count - 1) / (num_micro_batches + self.stage.count - 1)
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | Logits:
-        """Return (losses, hits), both [B, T], or without labels the logits."""
-        assert not torch.is_grad_enabled(), "step() trains"
+        """Return (losses, hits), both [B, T], or the logits if there are no labels."""
+        assert not torch.is_grad_enabled(), "call step() to train"
         stage, received = self.stage, None
         if not stage.is_first:
             received = self.stage_module.empty_hidden(input_ids.shape, input_ids.device)
@@ -142,16 +142,17 @@ class Pipeline(nn.Module):
         return self._from_last(losses), self._from_last(hits.to(torch.uint8)).bool()
 
     def _from_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's tensor; other stages give one of its shape."""
+        """Return the last stage's tensor on every stage; the others pass a tensor of the same shape."""
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self.stages, group_src=self.stage.count - 1)
         return tensor
 
     def step(self, micro_batches: list[dict[str, torch.Tensor]], scale: float) -> float:
-        """Run forward and backward of this pipeline's share of an optimizer step; inputs are on this model's device.
+        """Run forward and backward of this pipeline's share of an optimizer step, and return the step's loss.
 
-        Each target token's loss counts `scale` times. Gradients are then those of the complete step on all ranks,
-        summed in fp32. Returns its loss, on all ranks the same; not finite if one micro batch's is not.
+        Inputs must be on the model's device. Each target token's loss is multiplied by `scale`. Afterwards every
+        rank has the gradients of the complete step, summed in fp32. The loss is the same on all ranks, and not finite
+        if that of any micro-batch is not.
         """
         inputs: dict[str, Any] = _concatenated(micro_batches)
         labels: torch.Tensor = inputs["labels"]
@@ -161,7 +162,7 @@ class Pipeline(nn.Module):
         built.stage.begin()
         built.schedule.step(inputs["input_ids"], target=labels, losses=losses, return_outputs=False, **inputs)
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=labels.device)
-        dist.all_reduce(total, group=self.stages)  # ends when the last stage does
+        dist.all_reduce(total, group=self.stages)  # waits for the last stage
         self.passes, self.seconds = built.stage.end()
         self._sum_over_replicas()
         self._sum_tied()
@@ -172,7 +173,7 @@ class Pipeline(nn.Module):
         return figures[0].item() / self.stage.count
 
     def _build_schedule(self, num_micro_batches: int, labels: torch.Tensor) -> _BuiltSchedule:
-        """Return torch's schedule for this number and shape of micro batches, kept until another comes."""
+        """Return torch's schedule for this number and shape of micro-batches; rebuild it when either changes."""
         built = self._built
         if built is None or (built.num_micro_batches, built.shape) != (num_micro_batches, labels.shape):
             shape = torch.Size((len(labels) // num_micro_batches, labels.shape[1]))
@@ -188,7 +189,7 @@ class Pipeline(nn.Module):
                 output_args=loss if self.stage.is_last else hidden,
                 group=self.stages,
             )
-            # 1F1B begins with a micro batch for each stage; with fewer the two are the same.
+            # 1F1B starts with one micro-batch per stage; with fewer, both schedules are the same.
             name = self.schedule if num_micro_batches >= self.stage.count else "gpipe"
             schedule = SCHEDULES[name](
                 stage, num_micro_batches, loss_fn=lambda loss, _: loss * self._scale, scale_grads=False
@@ -198,7 +199,7 @@ class Pipeline(nn.Module):
 
     @property
     def tied(self) -> nn.Parameter | None:
-        """The embedding's weight, where this stage is one of two that train it."""
+        """The embedding's weight if two stages train it and this is one of the two, else None."""
         weight = self.stage_module.tied
         return weight if weight is not None and weight.requires_grad else None
 
@@ -218,7 +219,7 @@ class Pipeline(nn.Module):
                 bucket = []
 
     def _sum_tied(self) -> None:
-        """Sum the gradient of tied weights over the first stage and the last."""
+        """Sum the gradients of tied weights over the first and the last stage."""
         if self.tied is None:
             return
         own = _gradient(self.tied)
@@ -230,10 +231,10 @@ class Pipeline(nn.Module):
         ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        own += received  # a + b = b + a: both copies stay equal to the last bit
+        own += received  # a + b = b + a, so both copies stay bitwise equal
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the gradients to max_norm. Return their norm over all stages before; tied weights count once."""
+        """Clip the gradients to max_norm. Return their norm before, over all stages; tied weights count once."""
         trained = self._trained()
         counted = [_gradient(p) for p in trained if not (p is self.tied and self.stage.is_last)]
         squared = nn.utils.get_total_norm(counted).float() ** 2
@@ -244,7 +245,7 @@ class Pipeline(nn.Module):
 
 
 class _StageModule(nn.Module):
-    """What a schedule runs: from (what was received, tokens) to what is sent, or on the last stage to the output."""
+    """The module that a schedule runs: it maps received hidden states and tokens to this stage's output."""
 
     def __init__(self, module: PreTrainedModel | PeftModel, stage: Stage, compute: torch.dtype) -> None:
         super().__init__()
@@ -255,15 +256,15 @@ class _StageModule(nn.Module):
         self.tied: nn.Parameter | None = base.get_input_embeddings().weight if holds_tied else None
 
     def empty_hidden(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Return room for what stages send, hidden states [B, T, H] in the precision of the computation."""
+        """Return an uninitialized buffer for the hidden states [B, T, H] that stages send, in the compute dtype."""
         return torch.empty(*shape, self.width, device=device, dtype=self.compute, requires_grad=torch.is_grad_enabled())
 
     def forward(
         self, received: torch.Tensor | None, input_ids: torch.Tensor, **inputs: object
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | CausalLMOutputWithPast:
-        """Return what the next stage receives; on the last stage what the model returns."""
+        """Return what the next stage receives; on the last stage, the model's output."""
         if received is not None and not self.stage.is_first:
-            # Goes on in the dtype that the hidden states have on one device: fp32, where the weights have it.
+            # Continue in the dtype that hidden states have on one device: fp32 if the weights are fp32.
             set_received(self.module, received.to(self.dtype))
         output = self.module(input_ids=input_ids, **inputs)
         set_received(self.module, None)
@@ -271,15 +272,15 @@ class _StageModule(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """Record when each pass begins and ends: on a GPU by events of its stream, which wait for what is received."""
+    """A stage that records when each pass begins and ends. On a GPU, stream events wait for what is received."""
 
     def begin(self) -> None:
-        """Forget the passes before; a step begins."""
+        """Begin a step and forget the passes of the last one."""
         self.times: list[tuple[str, int, Moment, Moment]] = []
         self.began = self._now()
 
     def end(self) -> tuple[list[TimedPass], float]:
-        """Return the passes of the step, and its seconds."""
+        """Return the passes of the step, and its duration in seconds."""
         ended = self._now()
         if isinstance(ended, torch.cuda.Event):
             ended.synchronize()
@@ -293,7 +294,7 @@ class _TimedStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> object:
-        """Run the forward pass of a micro batch."""
+        """Run the forward pass of a micro-batch."""
         with self._timed("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
@@ -304,7 +305,7 @@ class _TimedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> object:
-        """Run the backward pass of a micro batch."""
+        """Run the backward pass of a micro-batch."""
         with self._timed("B", bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -328,17 +329,17 @@ class _TimedStage(PipelineStage):
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient; zeros where there is none yet: of an expert that no token reached on this rank."""
+    """Return the gradient. Create zeros if it is missing, as for an expert that no token reached on this rank."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 def _concatenated(micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return one batch of all rows [M x B, T], as wide as the widest.
+    """Return one batch of all rows [M x B, T], padded to the widest micro-batch.
 
-    Stages exchange one shape. It may differ from step to step and from pipeline to pipeline; rows of one document each
-    come sorted by length, so that those of a step are about as long.
+    Stages exchange one shape. It may differ from step to step and from pipeline to pipeline. Unpacked rows are sorted
+    by length, so the rows of a step have similar lengths.
     """
     width = max(micro["labels"].shape[1] for micro in micro_batches)
 
@@ -349,7 +350,7 @@ def _concatenated(micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, tor
 
 
 def _sum_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group, in one all-reduce, in fp32."""
+    """Sum tensors over a group in fp32, in one all-reduce."""
     flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):

@@ -1,4 +1,4 @@
-"""A decoder split into stages of whole layers, and the check that the stages compute the same."""
+"""Split a decoder into stages of consecutive layers, and check that the stages compute what the full model computes."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `index` of the `count` stages of a pipeline."""
+    """A pipeline stage: number `index` of `count`."""
 
     index: int
     count: int
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """True for the stage with the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes the logits."""
+        """True for the stage that computes the logits."""
         return self.index == self.count - 1
 
 
 class SkippedModule(nn.Module):
-    """Stands in for a module that another stage has."""
+    """A placeholder for a module of another stage."""
 
     def forward(self, hidden: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
-        """Return the hidden states as they are."""
+        """Return the hidden states unchanged."""
         return hidden
 
 
 class ReceivedHidden(nn.Module):
-    """Stands in for the embedding and for the layer before a stage's first: gives what the stage before has sent.
+    """A placeholder that returns the hidden states received from the previous stage.
 
-    As that layer it drops whatever the model's forward made of the embedding, such as Granite's factor: it was made
-    once, on the first stage.
+    It replaces the embedding and the layer before this stage's first one. In place of that layer it discards its
+    input. So what the model's forward applies to the embedding, such as Granite's multiplier, is applied only once, on
+    the first stage.
     """
 
     def __init__(self) -> None:
@@ -55,14 +56,14 @@ class ReceivedHidden(nn.Module):
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *others: object, **options: object) -> torch.Tensor | None:
-        """Return what `set_received` has set."""
+        """Return the hidden states that `set_received` stored."""
         return self.hidden
 
 
 def stage_class(config: PretrainedConfig, stage: Stage) -> type[PreTrainedModel]:
-    """Return the class of this architecture that has only one stage.
+    """Return a model class of this architecture that has only one stage.
 
-    from_pretrained builds it without memory, and reads of the files what it has.
+    `from_pretrained` builds it without allocating memory, and reads only this stage's weights from the files.
     """
     full_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
@@ -74,13 +75,13 @@ def stage_class(config: PretrainedConfig, stage: Stage) -> type[PreTrainedModel]
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Return the full model, without memory."""
+    """Return the full model on the meta device, without memory."""
     with torch.device("meta"):
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
 def keep_stage(model: PreTrainedModel, stage: Stage) -> None:
-    """Remove all stages but one, in place. Indices of layers and names of parameters stay those of the full model."""
+    """Remove all stages but one, in place. Layer indices and parameter names stay those of the full model."""
     decoder = model.base_model
     first, end = layers_of_stage(model, stage)
     is_tied = model.config.tie_word_embeddings
@@ -98,16 +99,16 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> None:
             setattr(decoder, name, SkippedModule())
         model.set_output_embeddings(None)
         model.all_tied_weights_keys = {}
-    model._keys_to_ignore_on_load_unexpected = {"."}  # from_pretrained would list what the other stages have
+    model._keys_to_ignore_on_load_unexpected = {"."}  # else from_pretrained lists the other stages' weights
 
 
 def is_stage(model: nn.Module) -> bool:
-    """Return whether a model is only one stage."""
+    """Return True if a model is a single pipeline stage."""
     return any(isinstance(module, SkippedModule | ReceivedHidden) for module in model.modules())
 
 
 def layers_of_stage(model: PreTrainedModel, stage: Stage) -> tuple[int, int]:
-    """Return the first layer of a stage and the first after it, of a full model."""
+    """Return the first layer of a stage and the first layer after it, as indices into the full model."""
     layers = [_numel(layer) for layer in model.base_model.layers]
     bounds = balance(
         layers,
@@ -125,13 +126,13 @@ def _numel(module: nn.Module) -> int:
 def balance(layers: list[int], count: int, before: int, after: int) -> list[int]:
     """Return where each stage begins, and the end, [count + 1], so that the largest stage is as small as possible.
 
-    `layers` are the sizes of layers, `before` and `after` what the first and the last stage have in addition. Where
-    several splits are as good, earlier stages get more: the last one also computes the logits.
+    `layers` are the layers' sizes; `before` and `after` are added to the first and the last stage. Of equally good
+    splits, the earlier stages get more layers, because the last one also computes the logits.
     """
 
     @functools.cache
     def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Return the size of the largest of the last `left` stages, from layer `first`, and where they begin."""
+        """Return the size of the largest of the last `left` stages, from layer `first`, and their bounds."""
         own = before if first == 0 else 0
         if left == 1:
             return own + sum(layers[first:]) + after, [first, len(layers)]
@@ -146,38 +147,35 @@ def balance(layers: list[int], count: int, before: int, after: int) -> list[int]
 
 @torch.no_grad()
 def check_stages_equal_whole(config: PretrainedConfig) -> None:
-    """Compare the staged forward of a narrow random copy of an architecture with its full one, a stage a layer.
+    """Raise UserError unless this architecture gives the same logits in stages of one layer each.
 
-    `config` is the narrow one. Raises UserError where the family cannot be split so.
+    `config` describes a narrow copy, which is built with random weights.
     """
-    refusal = f"model.name: the family {config.model_type} cannot be cut into stages"
+    refusal = f"model.name: the family {config.model_type} cannot be split into stages"
     way_out = "; use accelerate_configs/fsdp.yaml"
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             full = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
         tokens = torch.arange(1, 33).view(2, 16) % config.vocab_size
-        positions = (torch.arange(16) % 10).expand(2, 16)  # two documents a row
+        positions = (torch.arange(16) % 10).expand(2, 16)  # two documents per row
         inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         logits = full(**inputs).logits
         staged, names = _run_staged(full, inputs)
     except Exception as error:
         raise UserError(f"{refusal}: {one_line_with_type(error, 200)}{way_out}") from None
     expected = [name for name, _ in full.named_parameters()]
-    if config.tie_word_embeddings:  # on the first stage and on the last
+    if config.tie_word_embeddings:  # on the first and the last stage
         expected += [name for name, p in full.named_parameters() if p is full.get_input_embeddings().weight]
     if odd := {name for name in {*names, *expected} if names.count(name) != expected.count(name)}:
-        raise UserError(f"{refusal}: {min(odd)} lies outside its pipeline plan{way_out}")
+        raise UserError(f"{refusal}: {min(odd)} is outside its pipeline plan{way_out}")
     off = ((staged - logits).abs().max() / logits.abs().max()).item()
     if not off < 1e-5:
-        raise UserError(f"{refusal}: its logits then differ by {off:.2g}{way_out}")
+        raise UserError(f"{refusal}: the logits differ by {off:.2g}{way_out}")
 
 
 def _run_staged(full: PreTrainedModel, inputs: dict[str, torch.Tensor | bool]) -> tuple[torch.Tensor, list[str]]:
-    """Run a model split into as many stages as it has layers.
-
-    Returns its logits, and the names of the parameters of all stages.
-    """
+    """Run a model in stages of one layer each. Return its logits and the parameter names of all stages."""
     count = len(full.base_model.layers)
     names: list[str] = []
     hidden: torch.Tensor | None = None
@@ -191,7 +189,7 @@ def _run_staged(full: PreTrainedModel, inputs: dict[str, torch.Tensor | bool]) -
 
 
 def set_received(stage: nn.Module, hidden: torch.Tensor | None) -> None:
-    """Set what the stand-ins of a stage give; None forgets it."""
+    """Set the hidden states that a stage's placeholders return; None clears them."""
     for module in stage.modules():
         if isinstance(module, ReceivedHidden):
             module.hidden = hidden

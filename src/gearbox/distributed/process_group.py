@@ -1,4 +1,4 @@
-"""The process group: join it, exchange small objects, agree, wait no longer than allowed."""
+"""Join the process group, exchange small objects between ranks, and limit how long collectives may take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gearbox.world import World
 
 T = TypeVar("T")
 
-LOADING_TIMEOUT = timedelta(hours=2)  # of a collective, until the first step is done
+LOADING_TIMEOUT = timedelta(hours=2)  # for each collective until the first step is done
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -34,65 +34,70 @@ def runs_on_cpu() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0 of the run; known before there is a process group."""
+    """Return True on rank 0 of the run. It works before the process group exists."""
     return LaunchEnvironment.read().rank == 0
 
 
 def is_first_rank_of_node() -> bool:
-    """Whether this is the first rank on its machine, which does what need be done there once."""
+    """Return True on the first rank of each machine, which does the work needed once per machine."""
     return LaunchEnvironment.read().local_rank == 0
 
 
 def num_idle_gpus() -> int:
-    """GPUs of this machine that no rank of this run uses."""
+    """Return the number of GPUs on this machine that no rank of this run uses."""
     return int(torch.cuda.device_count()) - LaunchEnvironment.read().local_size
 
 
 def quiet_libraries() -> None:
-    """Silence what the libraries say on every rank and at every step, and nobody can act on."""
+    """Silence library warnings that repeat on every rank or step and that nobody can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # accelerate's, of HSDP's mesh
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # a slow way, once, to save
+    # Accelerate's use of HSDP's mesh.
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+    # Saving takes a slow path once.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def check_ranks(gear: Gear) -> None:
-    """Raise UserError where the ranks are not those asked for, or this machine is not for them."""
+    """Raise UserError if the running ranks do not fit the gear or this machine."""
     launched = LaunchEnvironment.read()
     ranks, local_ranks = launched.size, launched.local_size
     if ranks != gear.num_processes:
         raise UserError(
-            f"{gear.path}: asks for {gear.num_processes} ranks, but {ranks} run; give --num_processes {ranks}"
+            f"{gear.path}: needs {gear.num_processes} ranks, but {ranks} are running; pass --num_processes {ranks}"
         )
     if gear.degree("cp") > 1 and runs_on_cpu():
         raise UserError(
-            f"{gear.path}: ring attention runs on GPUs only, torch has none for the CPU; rehearse a sequence over "
-            "several ranks with accelerate_configs/ulysses.yaml"
+            f"{gear.path}: ring attention runs on GPUs only, torch has no CPU version; to share a sequence between "
+            "CPU ranks, use accelerate_configs/ulysses.yaml"
         )
     if gear.engine == "single" and ranks > 1:
-        raise UserError(f"{gear.path}: trains on one device, but {ranks} ranks run; use accelerate_configs/ddp.yaml")
+        raise UserError(
+            f"{gear.path}: trains on one device, but {ranks} ranks are running; use accelerate_configs/ddp.yaml"
+        )
     if gear.offload == "nvme":
         _check_disk(gear)
     if not runs_on_cpu():
         num_gpus = torch.cuda.device_count()
         if local_ranks > num_gpus:
-            way_out = f"give --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"
-            raise UserError(f"{gear.path}: {local_ranks} ranks here, but {num_gpus} GPUs; {way_out}")
+            way_out = f"pass --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"
+            gpus = f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
+            raise UserError(f"{gear.path}: {local_ranks} ranks on this machine, but {gpus}; {way_out}")
     elif NVIDIA_DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         raise UserError(
-            f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU: look at "
-            "nvidia-smi and the torch build; CUDA_VISIBLE_DEVICES= (empty) rehearses on the CPU"
+            f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU; check "
+            "nvidia-smi and the torch build. To run on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
         )
 
 
 def _check_disk(gear: Gear) -> None:
-    """Raise UserError unless DeepSpeed can move tensors to the disk that the gear names."""
+    """Raise UserError unless DeepSpeed can offload tensors to the disk that the gear names."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            f"{gear.path}: DeepSpeed's disk operations need libaio and a compiler: apt-get install libaio-dev g++ "
-            "ninja-build (they are built once, for minutes), or use accelerate_configs/zero3_offload.yaml"
+            f"{gear.path}: DeepSpeed's disk operations need libaio and a compiler; run apt-get install libaio-dev g++ "
+            "ninja-build (their one build takes minutes), or use accelerate_configs/zero3_offload.yaml"
         )
     assert gear.zero_json is not None
     for part in ("offload_optimizer", "offload_param"):
@@ -100,19 +105,19 @@ def _check_disk(gear: Gear) -> None:
         if path is not None and not os.access(
             next(p for p in [Path(path), *Path(path).parents] if p.exists()), os.W_OK
         ):
-            raise UserError(f"{gear.zero_path}: {part}.nvme_path: {path} cannot be written; name a local disk")
+            raise UserError(f"{gear.zero_path}: {part}.nvme_path: {path} is not writable; use a local disk")
 
 
 def join_process_group(gear: Gear) -> ProcessGroup:
-    """Join the process group, after check_ranks."""
+    """Join the process group. Call it after `check_ranks`."""
     quiet_libraries()
     if not runs_on_cpu():
         PartialState(timeout=LOADING_TIMEOUT)
         return ProcessGroup()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed guesses the same, with a warning
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would choose it too, with a warning
     if gear.engine == "zero":
-        # Without its own start DeepSpeed would find one process where there are several.
+        # Unless it is initialized here, DeepSpeed finds one process instead of several.
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each rank compiles it for 100 s
@@ -121,14 +126,14 @@ def join_process_group(gear: Gear) -> ProcessGroup:
         )
     PartialState(cpu=True, timeout=LOADING_TIMEOUT)
     if gear.engine in ("fsdp", "zero"):
-        # accelerate turns FSDP and ZeRO into data parallelism for MULTI_CPU; as MULTI_GPU it takes them as they are,
-        # and the device stays the CPU. The attribute is private: nowhere else is it touched.
+        # With MULTI_CPU, accelerate replaces FSDP and ZeRO by data parallelism. With MULTI_GPU it keeps them, and the
+        # device stays the CPU. The attribute is private; no other code touches it.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return ProcessGroup()
 
 
 class ProcessGroup:
-    """The world of all ranks that have joined (`World`)."""
+    """A `World` of all ranks in the process group."""
 
     def __init__(self) -> None:
         self._state = PartialState()
@@ -138,13 +143,13 @@ class ProcessGroup:
         self.screen = make_console(speaks=self.rank == 0)
 
     def gather(self, value: T) -> list[T]:
-        """Return the object of each rank, by rank, on every rank."""
+        """Return the objects of all ranks in rank order, on every rank."""
         from accelerate.utils import gather_object
 
         return list(gather_object([value])) if self.size > 1 else [value]
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums over all ranks."""
+        """Return the sum of each number over all ranks, on every rank."""
         counts = [int(number) for number in numbers]
         if self.size == 1:
             return counts
@@ -153,7 +158,7 @@ class ProcessGroup:
         return [int(count) for count in counted.tolist()]
 
     def decide(self, work: Callable[[], T]) -> T:
-        """Return what the call returns on rank 0, on every rank; its UserError is raised on every rank too."""
+        """Call `work` on rank 0 and return its result on every rank, or raise its UserError on every rank."""
         result, refusal = None, None
         if self.rank == 0:
             try:
@@ -170,7 +175,7 @@ class ProcessGroup:
         self._state.wait_for_everyone()
 
     def set_collective_timeout(self, seconds: float) -> None:
-        """Let any later collective that takes longer fail. Loading takes long; a step does not."""
+        """Make every later collective fail after this many seconds. Loading takes longer than a step."""
         if torch.distributed.is_initialized():
             from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
@@ -178,22 +183,20 @@ class ProcessGroup:
                 _set_pg_timeout(timedelta(seconds=seconds), group)
 
     def rank_devices(self) -> list[RankDevice]:
-        """Return host and device of each rank, on every rank."""
+        """Return the host and the device of each rank, on every rank."""
         device = self.device
         named = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
         return self.gather(RankDevice(socket.gethostname(), named))
 
     def pids_of_node(self) -> dict[int, int]:
-        """Return the process id of each rank of this machine."""
+        """Return the process id of each rank on this machine."""
         found = self.gather((socket.gethostname(), os.getpid()))
         return {rank: pid for rank, (host, pid) in enumerate(found) if host == socket.gethostname()}
 
 
 def check_same_data(world: World, key: str) -> None:
-    """Raise UserError where ranks have read different data, such as machines with other copies of a file."""
+    """Raise UserError if ranks have read different data, such as different copies of a file on two machines."""
     keys = world.gather(key)
-    if len({*keys}) > 1:
-        others = ", ".join(str(rank) for rank, read in enumerate(keys) if read != keys[0])
-        raise UserError(
-            f"data.path: the ranks {others} have read other data than rank 0; is it the same on every machine?"
-        )
+    if others := [str(rank) for rank, read in enumerate(keys) if read != keys[0]]:
+        named = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+        raise UserError(f"data.path: {named} read different data from rank 0; every machine needs the same files")

@@ -1,6 +1,6 @@
-"""Rows whose tokens several ranks share: which tokens each computes, and how documents stay isolated.
+"""Divide the tokens of a row among several ranks, and keep packed documents isolated.
 
-Shapes: B rows of a micro batch, T tokens of a row.
+Shapes: B rows of a micro-batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def isolate_documents(model: PreTrainedModel) -> None:
-    """Let sdpa build the mask of packed documents from their positions, if it is given none.
+    """Make sdpa build the mask of packed documents from their positions if it receives no mask.
 
-    Ulysses passes full sequences with their positions to the attention, and drops the mask, which was made for a part.
-    Raises UserError where the model has only eager attention.
+    Ulysses passes full sequences with their positions to the attention. It drops the mask, which covers only this
+    rank's tokens. Raise UserError if the model has only eager attention.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if model.config._attn_implementation == "eager":
         raise UserError(
-            f"model.name: {model.config.model_type} has eager attention alone, which cannot cut rows; use zero3"
+            f"model.name: {model.config.model_type} has only eager attention, which cannot split rows; use zero3"
         )
     if model.config._attn_implementation != "sdpa":
         return
@@ -60,9 +60,9 @@ def isolate_documents(model: PreTrainedModel) -> None:
 def local_tokens(
     gear: Gear, accelerator: Accelerator, inputs: dict[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tokens of a micro batch ([B, T] each) that this rank computes, where ranks share a sequence.
+    """Yield the tokens of a micro-batch ([B, T] each) that this rank computes when ranks share a sequence.
 
-    Rows are padded, with tokens without targets, to a length that can be divided.
+    Rows are padded to a divisible length, with tokens without targets.
     """
     num_ranks, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
     num_chunks = num_ranks * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_ranks
@@ -79,7 +79,7 @@ def local_tokens(
 
 
 def _padded_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
-    """Pad rows to a multiple of a length, and add positions. The padding is a document without targets."""
+    """Pad rows to a multiple of a length and add positions. The padding is a document without targets."""
     width = inputs["labels"].shape[1]
     more = -width % multiple
     positions = torch.arange(width, device=inputs["labels"].device).expand_as(inputs["labels"])

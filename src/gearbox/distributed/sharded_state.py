@@ -1,7 +1,7 @@
-"""A run's parameters and optimizer state by name, whichever engine holds them: what this rank has, and restoring it.
+"""Read and restore this rank's shards of the parameters and the optimizer state, by name, under any engine.
 
-An engine shards a tensor in one of two ways: as ranges of the flattened tensor, or (tensor parallelism) as blocks. A
-saved shard fits any other sharding. Only what is given a `world`, and `full`, communicates: every rank must call it.
+An engine shards a tensor as ranges of the flattened tensor or, under tensor parallelism, as blocks. A saved shard can
+be restored into any other sharding. `full` and every function with a `world` are collective: all ranks must call them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParameterShard(ABC):
-    """What this rank holds of one parameter, and of its optimizer state. Each way to shard has its class."""
+    """This rank's shard of one parameter and of its optimizer state. Each way of sharding has a subclass."""
 
     name: str
-    parameter: Any  # a tensor; under ZeRO one with attributes of DeepSpeed's
+    parameter: Any  # a tensor; under ZeRO it has attributes that DeepSpeed adds
 
     @property
     def full_shape(self) -> list[int]:
-        """Shape of the full parameter."""
+        """The shape of the full parameter."""
         return list(self.parameter.shape)
 
     @property
     def local_numel(self) -> int:
-        """Number of elements that this rank holds between steps, with padding."""
+        """The number of elements that this rank holds between steps, with padding."""
         return int(self.parameter.numel())
 
     @property
     @abstractmethod
     def master_itemsize(self) -> int:
-        """Bytes of an element of the master, which the optimizer updates."""
+        """The bytes per element of the master, which the optimizer updates."""
 
     @abstractmethod
     def local(self) -> TensorShard | None:
-        """Return this rank's shard of the master, without padding; None, or an empty one, where it has none."""
+        """Return this rank's shard of the master without padding; None or an empty shard if it has no part."""
 
     @abstractmethod
     def full(self) -> torch.Tensor:
@@ -58,30 +58,30 @@ class ParameterShard(ABC):
 
     @abstractmethod
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return by kind the tensors that the unwrapped optimizer keeps for the local shard."""
+        """Return the tensors that the unwrapped optimizer keeps for the local shard, by kind."""
 
     @abstractmethod
     def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
-        """Return by kind the numbers that the unwrapped optimizer keeps for the parameter."""
+        """Return the numbers that the unwrapped optimizer keeps for the parameter, by kind."""
 
     def set(self, shard: TensorShard, value: torch.Tensor) -> None:
-        """Write saved values into the local shard, or into one of the optimizer's state for it."""
+        """Write saved values into the local shard, or into a tensor of its optimizer state."""
         shard.tensor.copy_(value)
 
 
 class TorchShard(ParameterShard):
-    """A plain tensor, which this rank holds in full, or a DTensor (FSDP2, tensor parallelism): its own master."""
+    """A plain tensor, held in full, or a DTensor (FSDP2, tensor parallelism). Both are their own masters."""
 
     parameter: torch.Tensor
 
     @property
     def local_numel(self) -> int:
-        """Number of elements that this rank holds."""
+        """The number of elements that this rank holds."""
         return (self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter).numel()
 
     @property
     def master_itemsize(self) -> int:
-        """Bytes of an element."""
+        """The bytes per element."""
         return self.parameter.element_size()
 
     def local(self) -> TensorShard:
@@ -97,26 +97,26 @@ class TorchShard(ParameterShard):
         return TensorShard("parameter", self.name, start, local.view(-1))
 
     def full(self) -> torch.Tensor:
-        """Return the parameter, gathered where it is sharded."""
+        """Return the parameter, gathered if it is sharded."""
         return self.parameter.full_tensor() if isinstance(self.parameter, DTensor) else self.parameter
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return by kind what the optimizer keeps for the parameter, or for what it steps in its place."""
+        """Return the tensors that the optimizer keeps for the parameter, or for the shard in its place, by kind."""
         tensors = _tensors(optimizer.state.get(_stepped(self.parameter), {}))
         return {kind: t.to_local() if isinstance(t, DTensor) else t for kind, t in tensors.items()}
 
     def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
-        """Return by kind the numbers that the optimizer keeps for the parameter."""
+        """Return the numbers that the optimizer keeps for the parameter, by kind."""
         return scalars_to_json(optimizer.state.get(_stepped(self.parameter), {}))
 
 
 class _ZeroShard(ParameterShard):
-    """A parameter of DeepSpeed's, whose fp32 master is in flat partitions."""
+    """A DeepSpeed parameter, whose fp32 master is in flat partitions."""
 
     master_itemsize = 4
 
     def full(self) -> torch.Tensor:
-        """Return the full master, or the full frozen parameter of ZeRO-3, gathered."""
+        """Return the full master, or the full frozen parameter under ZeRO-3, gathered."""
         import deepspeed
 
         full: torch.Tensor
@@ -128,23 +128,23 @@ class _ZeroShard(ParameterShard):
         return full
 
     def scalars(self, optimizer: Optimizer) -> dict[str, Scalar]:
-        """Return by kind the numbers that the optimizer keeps, equal for all partitions."""
+        """Return the numbers that the optimizer keeps, by kind; they are equal for all partitions."""
         return next(map(scalars_to_json, optimizer.state.values()), {})
 
 
 class Zero12Shard(_ZeroShard):
-    """A parameter of ZeRO-1 or 2: each rank has it in full, and at most a fragment of its master."""
+    """A parameter under ZeRO-1 or 2: each rank holds all of it, and at most a fragment of its master."""
 
     def local(self) -> TensorShard | None:
-        """Return a view of the fragment; None where it is on other ranks."""
+        """Return a view of the fragment, or None if it is on other ranks."""
         mapping = self.parameter._hp_mapping
         if mapping is None:
             return None
         return TensorShard("parameter", self.name, mapping.lp_fragment_address.start, mapping.hp_fragment)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return by kind the fragment's range of what the optimizer keeps for the partition."""
-        # Not the mapping's own fragments: they are linked when the first group has its state and no other has.
+        """Return the fragment's range of the tensors that the optimizer keeps for the partition, by kind."""
+        # Do not use the mapping's own fragments: they are linked when only the first group has its state.
         mapping = self.parameter._hp_mapping
         (partition,) = optimizer.param_groups[mapping.param_group_index]["params"]
         address = mapping.hp_fragment_address
@@ -152,21 +152,21 @@ class Zero12Shard(_ZeroShard):
         return {kind: tensor.narrow(0, address.start, address.numel) for kind, tensor in tensors.items()}
 
     def set_weights(self, full: torch.Tensor) -> None:
-        """Copy flattened values into the weights of the forward pass, which are not the master."""
+        """Copy flattened values into the weights of the forward pass, which are separate from the master."""
         self.parameter.data.copy_(full.view(self.parameter.shape))
 
 
 class Zero3Shard(_ZeroShard):
-    """A parameter of ZeRO-3: each rank has an equal range of it, padded, and the same range of its master."""
+    """A parameter under ZeRO-3: each rank holds an equal, padded range of it and of its master."""
 
     @property
     def full_shape(self) -> list[int]:
-        """Shape of the full parameter."""
+        """The shape of the full parameter."""
         return list(self.parameter.ds_shape)
 
     @property
     def local_numel(self) -> int:
-        """Number of elements that this rank holds, with padding."""
+        """The number of elements that this rank holds, with padding."""
         return int(self.parameter.ds_tensor.numel())
 
     def local(self) -> TensorShard:
@@ -177,7 +177,7 @@ class Zero3Shard(_ZeroShard):
         return TensorShard("parameter", self.name, start, safe_get_local_fp32_param(self.parameter)[:numel])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return by kind this rank's range of what the optimizer keeps."""
+        """Return this rank's range of the tensors that the optimizer keeps, by kind."""
         from deepspeed.utils import safe_get_local_optimizer_state
 
         kinds = next((state.keys() for state in optimizer.state.values()), ())
@@ -186,7 +186,7 @@ class Zero3Shard(_ZeroShard):
         return _tensors(state)
 
     def set(self, shard: TensorShard, value: torch.Tensor) -> None:
-        """Set the master and the copy that is trained, or the optimizer's state, padded as DeepSpeed pads them."""
+        """Set the master and the copy that is trained, or the optimizer's state, with DeepSpeed's padding."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         padded = torch.zeros(self.parameter.partition_numel(), dtype=value.dtype)
@@ -205,14 +205,14 @@ class Zero3Shard(_ZeroShard):
 
 
 def shard_of(name: str, parameter: torch.Tensor) -> ParameterShard:
-    """Return what this rank holds of a parameter, or of a buffer, by the way it is sharded."""
+    """Return this rank's shard of a parameter or of a buffer; its class follows from the sharding."""
     if hasattr(parameter, "ds_id"):
         return Zero3Shard(name, parameter)
     return Zero12Shard(name, parameter) if hasattr(parameter, "_hp_mapping") else TorchShard(name, parameter)
 
 
 def _offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
-    """Return where this rank's shard begins in each dimension."""
+    """Return the offset of this rank's shard in each dimension."""
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -222,7 +222,7 @@ def _offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
         for i, placement in enumerate(parameter.placements)
         if (dim := getattr(placement, "dim", None)) is not None
     ]
-    # A dimension sharded twice was sharded by tp first, though the mesh names it last; torch calls the other strided.
+    # A dimension sharded twice was sharded by tp first, though the mesh lists tp last; torch calls the other strided.
     for _, dim, i in sorted(sharded):
         size = -(-lengths[dim] // mesh.size(i))
         first = min(coordinate[i] * size, lengths[dim])
@@ -233,7 +233,7 @@ def _offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
 
 
 def _stepped(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what the optimizer steps: the parameter, or this rank's shard in its place."""
+    """Return the tensor that the optimizer steps: the parameter, or this rank's shard in its place."""
     stepped: torch.Tensor = getattr(parameter, STEPPED_SHARD, parameter)
     return stepped
 
@@ -262,7 +262,7 @@ def _merged(by_rank: list[dict[str, T]]) -> dict[str, T]:
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> int:
-    """Return the bytes of a complete checkpoint: the master and two moments of each trained parameter."""
+    """Return the size of a checkpoint in bytes: the master and two moments of each trained parameter."""
     eight_bits = getattr(getattr(unwrap_optimizer(optimizer), "args", None), "optim_bits", 32) == 8
     sizes = {}
     for shard in _trained_shards(model):
@@ -272,16 +272,16 @@ def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> in
 
 
 def scalars(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, dict[str, Scalar]]:
-    """Return by parameter the numbers that the optimizer keeps, such as AdamW's count of steps; equal on all ranks."""
+    """Return the numbers that the optimizer keeps per parameter, such as AdamW's step count; equal on all ranks."""
     base = unwrap_optimizer(optimizer)
     found = {shard.name: numbers for shard in _trained_shards(model) if (numbers := shard.scalars(base))}
     return _merged(world.gather(found))
 
 
 def local_shards(model: nn.Module, optimizer: Optimizer, world: World) -> list[TensorShard]:
-    """Return what this rank writes: its shards of all trained parameters and of their optimizer state, none twice.
+    """Return the shards that this rank writes: trained parameters and their optimizer state, without duplicates.
 
-    What several ranks hold is written by the one of them that has least to write so far.
+    If several ranks hold a shard, the rank with the least to write so far writes it.
     """
     base = unwrap_optimizer(optimizer)
     groups = [*(_with_state(shard, base) for shard in _trained_shards(model)), *([b] for b in _buffer_shards(model))]
@@ -302,7 +302,7 @@ def local_shards(model: nn.Module, optimizer: Optimizer, world: World) -> list[T
 
 
 def _with_state(parameter: ParameterShard, optimizer: Optimizer) -> list[TensorShard]:
-    """Return this rank's shard of a parameter and of what the optimizer keeps for it; nothing where it has none."""
+    """Return this rank's shards of a parameter and of its optimizer state; an empty list if it has no part."""
     local = parameter.local()
     if local is None or not local.tensor.numel():
         return []
@@ -313,7 +313,7 @@ def _with_state(parameter: ParameterShard, optimizer: Optimizer) -> list[TensorS
 def _state_shard(kind: str, local: TensorShard, tensor: torch.Tensor) -> TensorShard:
     """Return a tensor of the optimizer's state as a shard.
 
-    An elementwise one is sharded like its parameter. Any other (8 bits, scales of blocks) fits only this sharding.
+    An elementwise state is sharded like its parameter. Any other (8-bit values, block scales) fits only this sharding.
     """
     if tensor.numel() == local.tensor.numel() and tensor.is_floating_point():
         return TensorShard(kind, local.name, local.start, tensor.view(local.tensor.shape))
@@ -321,7 +321,7 @@ def _state_shard(kind: str, local: TensorShard, tensor: torch.Tensor) -> TensorS
 
 
 def _buffer_shards(model: nn.Module) -> Iterator[TensorShard]:
-    if all(p.requires_grad for p in model.parameters()):  # else they belong to a frozen base
+    if all(p.requires_grad for p in model.parameters()):  # else buffers belong to a frozen base
         for name, buffer in persistent_buffers(model):
             yield TensorShard("buffer", name, 0, buffer.detach().reshape(-1))
 
@@ -330,15 +330,15 @@ def _buffer_shards(model: nn.Module) -> Iterator[TensorShard]:
 def restore(
     unwrapped: nn.Module, wrapped: nn.Module, optimizer: Optimizer, reader: ShardReader, written_by: str, world: World
 ) -> None:
-    """Give each trained parameter and its optimizer state the saved values, before the first forward pass.
+    """Restore each trained parameter and its optimizer state. Call it before the first forward pass.
 
-    `wrapped` is the model as the engine runs it. Raises UserError where the checkpoint is of another model, or if the
-    optimizer's state fits only the gear and ranks that `written_by` names.
+    `wrapped` is the model as the engine runs it. Raise UserError if the checkpoint is of another model, or if the
+    optimizer state fits only the gear and ranks that `written_by` names.
     """
     _check_shapes(full_shapes(unwrapped, world), reader)
     parameters = _trained_shards(unwrapped)
     refusal = UserError(
-        f"{reader.folder}: this optimizer's state cannot be cut anew for this gear; go on with it under {written_by}"
+        f"{reader.folder}: the optimizer state cannot be resharded for this gear; resume under {written_by}"
     )
     if not any(isinstance(parameter, Zero12Shard | Zero3Shard) for parameter in parameters):
         _make_state(unwrapped, optimizer, reader)
@@ -360,13 +360,13 @@ def _check_shapes(shapes: dict[str, list[int]], reader: ShardReader) -> None:
     if shapes != reader.shapes:
         odd = sorted(name for name in {*shapes, *reader.shapes} if shapes.get(name) != reader.shapes.get(name))
         raise UserError(
-            f"{reader.folder}: holds another model: {len(odd)} parameters differ, such as {odd[0]}: "
+            f"{reader.folder}: belongs to another model: {len(odd)} parameters differ, such as {odd[0]}: "
             f"{reader.shapes.get(odd[0], 'missing')} there, {shapes.get(odd[0], 'missing')} here"
         )
 
 
 def _make_state(model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> None:
-    """Make what the optimizer would make at its first step, to be filled."""
+    """Create the state that the optimizer would create at its first step, to be filled later."""
     base = unwrap_optimizer(optimizer)
     names = {id(_stepped(parameter)): name for name, parameter in resharded_parameters(model)}
     for i, group in enumerate(base.param_groups):
@@ -375,7 +375,7 @@ def _make_state(model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> 
             kinds = reader.kinds(name)
             if not kinds:
                 continue
-            if hasattr(base, "init_state"):  # bitsandbytes': 8 bits and their scales, paged or not
+            if hasattr(base, "init_state"):  # bitsandbytes: 8-bit values and their scales, paged or not
                 base.init_state(group, parameter, i, j)
             else:
                 base.state[parameter].update({kind: torch.zeros_like(parameter) for kind in kinds})
@@ -383,9 +383,9 @@ def _make_state(model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> 
 
 
 def _make_zero_state(engine_model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> bool:
-    """Make it for DeepSpeed's flat partitions; return False where the saved state does not fit them.
+    """Create the state for DeepSpeed's flat partitions, or return False if the saved state does not fit them.
 
-    A partition holds many parameters, and has one count of steps.
+    A partition holds many parameters but has one step count.
     """
     base = unwrap_optimizer(optimizer)
     kinds = dict.fromkeys(kind for name in reader.shapes for kind in reader.kinds(name))
@@ -393,7 +393,7 @@ def _make_zero_state(engine_model: nn.Module, optimizer: Optimizer, reader: Shar
     if any(numbers != scalars[0] for numbers in scalars) or any("@" in kind for kind in kinds):
         return False
     if kinds:
-        make = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes': paged, if it is
+        make = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes: paged if the optimizer is
         partitions = getattr(engine_model.optimizer, "fp32_partitioned_groups_flat", None)
         for partition in partitions or [p for group in base.param_groups for p in group["params"]]:
             base.state[partition] |= {kind: make(partition) for kind in kinds} | scalars_from_json(scalars[0])

@@ -1,4 +1,4 @@
-"""Fixes of transformers' and accelerate's tensor parallelism."""
+"""Work around faults of tensor parallelism in transformers, accelerate and PEFT."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 
 def fix_replicated_gradients() -> None:
-    """Fix how transformers 5.23 sums the gradients of norms of single heads (Qwen3) over the ranks that share heads.
+    """Fix how transformers 5.23 sums the gradients of per-head norms (Qwen3) over the ranks that share the heads.
 
-    It sums what has accumulated, again with each micro batch: the first one's gradient is then counted many times.
+    It sums the accumulated gradient again in each micro-batch, and so counts the first one's gradient many times.
     """
     from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
 
@@ -28,7 +28,7 @@ def fix_replicated_gradients() -> None:
             return gradient
 
         def forward(*inputs: object, **options: object) -> object:
-            for parameter in module.parameters(recurse=False):  # loading puts other ones in place of the first
+            for parameter in module.parameters(recurse=False):  # loading replaces the first ones
                 if torch.is_grad_enabled() and parameter.requires_grad and parameter not in hooked:
                     hooked.add(parameter)
                     cast(Any, parameter).register_hook(summed)  # torch does not annotate it
@@ -41,10 +41,10 @@ def fix_replicated_gradients() -> None:
 
 
 def fix_sharded_layers(model: nn.Module) -> None:
-    """Fix what transformers and PEFT leave wrong in layers whose matrices are sharded across ranks."""
+    """Fix sizes and memory of layers whose matrices transformers and PEFT have sharded across ranks."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
-            # Those of the full layer, for transformers' hooks; PEFT 0.21 sets those of an adapter's local shard.
+            # transformers' hooks need the full layer's sizes; PEFT 0.21 sets those of an adapter's local shard.
             module.out_features, module.in_features = module.weight.shape
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -54,7 +54,7 @@ def fix_sharded_layers(model: nn.Module) -> None:
 
 
 def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Split the optimizer's groups by the mesh of their tensors, which one multi-tensor operation cannot mix."""
+    """Split the optimizer's groups by the mesh of their tensors: a multi-tensor operation cannot mix meshes."""
     groups = []
     for group in optimizer.param_groups:
         by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
@@ -65,8 +65,8 @@ def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def norm_of_shards(gradients: list[torch.Tensor]) -> float:
-    """Return the norm of gradients of which some are sharded over one mesh, some over another and some not at all."""
-    sums: dict[tuple[ProcessGroup, ...], torch.Tensor] = {}  # of squares, by the groups over which they must be added
+    """Return the norm of gradients that may be sharded over different meshes, or not sharded."""
+    sums: dict[tuple[ProcessGroup, ...], torch.Tensor] = {}  # sums of squares, by the groups that must add them up
     for gradient in gradients:
         local = gradient
         groups: tuple[ProcessGroup, ...] = ()

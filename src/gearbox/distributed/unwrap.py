@@ -1,4 +1,4 @@
-"""What is below accelerate's, DeepSpeed's, FSDP2's and PEFT's wrappers."""
+"""Reach models, optimizers and parameters below the wrappers of accelerate, DeepSpeed, FSDP2 and PEFT."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STEPPED_SHARD = "stepped_shard"
-"""The attribute of a parameter that names what the optimizer steps in its place: this rank's shard of it."""
+"""The attribute of a parameter with the local shard that the optimizer steps in its place."""
 
 
 def without_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model below an adapter, or the model itself where it has none."""
+    """Return the model below an adapter, or the model itself if it has no adapter."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -31,7 +31,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
 def resharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters as the optimizer knows them.
 
-    After a forward pass without a backward pass FSDP2 leaves the outermost ones gathered.
+    FSDP2 leaves the outermost parameters gathered after a forward pass without a backward pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""What was asked for is what runs: read off the wrapped model, its tensors and its optimizer, not off the files."""
+"""Verify that the running engine matches the request, by its wrapped model, tensors and optimizer, not by the files."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What runs, verified."""
+    """The verified facts about the running engine."""
 
     engine: str
-    """Such as: FSDP2, tp 2."""
+    """For example: FSDP2, tp 2."""
     precision: str
-    """fp32 or bf16"""
+    """fp32 or bf16."""
     accumulation_steps: int
     lines: dict[str, str]
-    """All facts by name, in the order in which they are shown."""
+    """All facts by name, in the order in which they are printed."""
 
 
 class _Fact(NamedTuple):
@@ -53,42 +53,42 @@ def verify(
     recipe: Recipe,
     accumulation_steps: int,
 ) -> EngineFacts:
-    """Compare what runs with what was asked for, and return it. Raises UserError at any difference."""
+    """Compare the running configuration with the requested one and return it. Raise UserError on any mismatch."""
     name = _running_engine(model)
-    if name != _requested_engine(gear):  # the other facts are read off the engine
-        raise _mismatch(gear, [f"engine: asked for {_requested_engine(gear)}, running {name}"])
+    if name != _requested_engine(gear):  # the other facts are read from the engine
+        raise _mismatch(gear, [f"engine: requested {_requested_engine(gear)}, running {name}"])
     running_steps = _running_accumulation_steps(accelerator, model, gear)
     facts = {
         "ranks": _Fact(gear.num_processes, accelerator.num_processes),
         "engine": _Fact(name, name),
         "precision": _Fact(engine.precision(gear), _running_precision(accelerator, model, gear)),
-        "accumulation": _Fact(accumulation_steps, running_steps),
+        "accumulation rounds": _Fact(accumulation_steps, running_steps),
         **_gradient_facts(model, gear, recipe),
     }
     if recipe.optim.master_weights == "fp32":
-        facts["masters in"] = _Fact({torch.float32}, _master_dtypes(model, gear, optimizer))
-    problems = [f"{name}: asked for {f.requested}, running {f.running}" for name, f in facts.items() if f[0] != f[1]]
+        facts["master weights"] = _Fact({torch.float32}, _master_dtypes(model, gear, optimizer))
+    problems = [f"{name}: requested {f.requested}, running {f.running}" for name, f in facts.items() if f[0] != f[1]]
     problems += _sharding_problems(model, optimizer, gear)
     lines = {name: _format(fact.running) for name, fact in facts.items()}
     local, full = _local_and_full_bytes(model.named_parameters())
     if isinstance(model, Pipeline):
         stages, full = _gather_stages(model, process_group.ProcessGroup())
         if len({*stages}) != gear.degree("pp"):
-            problems.append(f"stages: asked for {gear.degree('pp')}, running {stages}")
+            problems.append(f"stages: requested {gear.degree('pp')}, running {stages}")
         share = model.bubble(accumulation_steps)
-        lines["stages"] = "layers " + ", ".join(dict.fromkeys(stages))
-        lines["bubble"] = f"(p-1)/(m+p-1) = {share:.0%} of a step idle, if all stages are as fast"
+        lines["pipeline stages"] = "layers " + ", ".join(dict.fromkeys(stages))
+        lines["pipeline bubble"] = f"{share:.0%} of a step idle if all stages are equally fast: (p-1)/(m+p-1)"
     if problems:
         raise _mismatch(gear, problems)
     trained, _ = _local_and_full_bytes((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    lines["parameters on this rank"] = (
-        f"{local / 2**20:,.1f} of {full / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB of it trained"
+    lines["parameters on rank 0"] = (
+        f"{local / 2**20:,.1f} of {full / 2**20:,.1f} MiB, {trained / 2**20:,.1f} MiB trainable"
     )
     return EngineFacts(lines["engine"], lines["precision"], running_steps, lines)
 
 
 def _mismatch(gear: Gear, problems: list[str]) -> UserError:
-    return UserError(f"{gear.path}: what runs is not what was asked for: " + "; ".join(problems))
+    return UserError(f"{gear.path}: the running configuration does not match the requested one: " + "; ".join(problems))
 
 
 def _format(value: object) -> str:
@@ -110,12 +110,12 @@ def _requested_engine(gear: Gear) -> str:
 
 
 def _described(name: str, degrees: dict[str, int | str | None]) -> str:
-    """Describe an engine. Such as: FSDP2, dp_replicate 2, tp 2."""
+    """Return an engine's description, such as "FSDP2, dp_replicate 2, tp 2"."""
     return ", ".join([name, *(f"{key} {degree}" for key, degree in degrees.items() if degree not in (1, None))])
 
 
 def _running_engine(model: nn.Module) -> str:
-    """Describe the engine as `_requested_engine` does, read off the model and its tensors."""
+    """Describe the engine in the words of `_requested_engine`, from the model and its tensors."""
     mesh_degrees = _mesh_degrees(model)
     degrees: dict[str, int | str | None] = {**mesh_degrees, "sp": 1, "pp": 1, "offload": None}
     if isinstance(model, DistributedDataParallel):
@@ -132,7 +132,7 @@ def _running_engine(model: nn.Module) -> str:
 
 
 def _mesh_degrees(model: nn.Module) -> dict[str, int]:
-    """Return the degrees that the meshes of the parameters show."""
+    """Return the degrees of parallelism that the parameters' meshes show."""
     meshes = {p.device_mesh: p.placements for p in model.parameters() if isinstance(p, DTensor)}
     degrees = {"dp_replicate": 1, "tp": 1}
     for mesh, placements in meshes.items():
@@ -172,23 +172,23 @@ def _running_precision(accelerator: Accelerator, model: nn.Module, gear: Gear) -
 
 
 def _gradient_facts(model: nn.Module, gear: Gear, recipe: Recipe) -> dict[str, _Fact]:
-    """Return how gradients are clipped, reduced and kept, where the engine decides it."""
+    """Return the clip and the dtypes in which gradients are reduced and kept, where the engine decides them."""
     if gear.engine == "zero":
         zero = cast("DeepSpeedEngine", model)
-        facts = {"clip": _Fact(float(recipe.optim.max_grad_norm), float(zero.gradient_clipping()))}
+        facts = {"gradient clip": _Fact(float(recipe.optim.max_grad_norm), float(zero.gradient_clipping()))}
         if engine.precision(gear) == "bf16":
-            facts["gradients in"] = _Fact(torch.float32, zero.communication_data_type)
-            facts["gradients kept in"] = _Fact(torch.float32, zero.get_data_types()[1])
+            facts["gradient reduction"] = _Fact(torch.float32, zero.communication_data_type)
+            facts["gradient buffers"] = _Fact(torch.float32, zero.get_data_types()[1])
         return facts
     if isinstance(model, FSDPModule):
-        return {"gradients in": _Fact(torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)}
+        return {"gradient reduction": _Fact(torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)}
     return {}
 
 
 def _master_dtypes(model: nn.Module, gear: Gear, optimizer: Optimizer) -> set[torch.dtype]:
     """Return the dtypes of the tensors that the optimizer updates."""
     if gear.engine == "zero":
-        zero = model.optimizer  # in bf16 ZeRO-1's has neither list, and its param_groups are the fp32 partitions
+        zero = model.optimizer  # ZeRO-1 in bf16 has neither list; its param_groups are the fp32 partitions
         partitions = getattr(zero, "fp32_partitioned_groups_flat", None) or getattr(
             zero, "single_partition_of_fp32_groups", None
         )
@@ -198,7 +198,7 @@ def _master_dtypes(model: nn.Module, gear: Gear, optimizer: Optimizer) -> set[to
 
 
 def _local_and_full_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[int, int]:
-    """Return the bytes of the parameters that this rank holds between steps, and of the full parameters."""
+    """Return the bytes of parameters that this rank holds between steps, and the bytes of the full parameters."""
     local = full = 0
     for name, parameter in parameters:
         shard = shard_of(name, parameter)
@@ -208,11 +208,11 @@ def _local_and_full_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> tup
 
 
 def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:
-    """Return where this rank holds more than its share of the parameters or of the optimizer's masters."""
+    """Return a problem if this rank holds more than its share of the parameters or of the optimizer's masters."""
     if gear.engine in ("fsdp", "tp") or gear.zero_stage == 3:
         local, full = _local_and_full_bytes(model.named_parameters())
         share, ideal = local / full, 1 / (gear.shard * gear.degree("tp"))
-        # Shards are padded to whole rows: small models lie a little above 1/N, unsharded 4-bit weights far above.
+        # Shards are padded to complete rows: small models are slightly above 1/N, unsharded 4-bit weights far above.
         if share > ideal * 1.1 + 0.02:
             return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
     if gear.zero_stage in (1, 2):
@@ -225,9 +225,9 @@ def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> li
 
 
 def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:
-    """Return the layers of each rank's stage, and the bytes of the full model.
+    """Return the layers of each rank's stage and the bytes of the full model.
 
-    Raises UserError where two stages train the same weight.
+    Raise UserError if two stages train the same weight.
     """
     stages = world.gather(model.layers)
     parameters = world.gather(
@@ -237,5 +237,5 @@ def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:
         if is_trained and any(
             name in others for layers, others in zip(stages, parameters, strict=True) if layers != stages[0]
         ):
-            raise UserError(f"adapter.targets: {name} would lie on two stages; take it out of the list")
+            raise UserError(f"adapter.targets: {name} would be trained on two stages; remove it from the list")
     return stages, sum({name: size for of_rank in parameters for name, (size, _) in of_rank.items()}.values())
