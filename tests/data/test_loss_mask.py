@@ -204,7 +204,7 @@ def test_a_template_that_drops_content_is_refused(make, change, record, message)
     [
         (
             {"messages": TOOLS, "tools": [WEATHER]},
-            "tools: the chat template omits the tools; set data.chat_template to one that renders it",
+            "tools: the chat template omits the tools; set data.chat_template to one that renders them",
         ),
         ({"messages": TOOLS}, "turn 2 (assistant): the chat template omits its call of 'weather'; set data.chat"),
     ],

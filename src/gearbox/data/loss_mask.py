@@ -238,7 +238,7 @@ class ChatTokenizer:
             if chat.tools:
                 with_stand_in = self._apply(chat.turns, [{"type": "function", "function": stand_in}])[0]
                 if STAND_IN not in with_stand_in:
-                    hint = f"{_OTHER_TEMPLATE}, or set data.fields={{tools: null}}"
+                    hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
                     raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
             self.checked_shapes.add(shape)
         for i in range(len(chat.turns)):
