@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ def table(group: dict[str, Any]) -> Iterator[str]:
             continue
         default = "required" if name in group.get("required", []) else f"`{json.dumps(key['default'])}`"
         meaning = " ".join(key["description"].split())
-        meaning = meaning.replace("|", "\\|").replace("<", "&lt;")
+        meaning = re.sub(r"(`[^`]*`)|<", lambda found: found[1] or "&lt;", meaning).replace("|", "\\|")
         yield f"| `{name}` | {values(key)} | {default} | {meaning} |"
 
 

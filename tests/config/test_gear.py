@@ -1,4 +1,4 @@
-"""Guards what a gear may say: keys that the engines really read, and no number that contradicts the recipe."""
+"""Test that a gear contains only keys that the engines read, and numbers that agree with the recipe."""
 
 import dataclasses
 import inspect
@@ -25,18 +25,21 @@ SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
 
 
-def test_known_keys_are_those_that_accelerate_reads():
+def test_known_keys_are_keys_that_accelerate_reads():
     parsed = {action.dest for action in launch_command_parser()._actions}
     used = set(re.findall(r"args\.(\w+)", inspect.getsource(accelerate.utils.launch)))
     assert set(gear.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
     assert set(gear.FSDP_KEYS) <= parsed & used
     assert set(gear.DEEPSPEED_KEYS) <= parsed & used
-    ours = {"parallelism_config_pp_size", "parallelism_config_pp_schedule"}  # accelerate has no pipeline for training
+    ours = {
+        "parallelism_config_pp_size",
+        "parallelism_config_pp_schedule",
+    }  # Accelerate has no pipeline parallelism for training
     assert set(gear.PARALLELISM_KEYS) - ours <= parsed
     assert ours & parsed == set()
 
 
-def test_known_json_keys_are_those_that_deepspeed_reads():
+def test_known_json_keys_are_keys_that_deepspeed_reads():
     (package,) = find_spec("deepspeed").submodule_search_locations
     patterns = ("runtime/**/*.py", "**/*config*.py", "**/constants.py")
     readers = {path for pattern in patterns for path in Path(package).glob(pattern)}
@@ -44,7 +47,7 @@ def test_known_json_keys_are_those_that_deepspeed_reads():
     assert [key for key in gear.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
 
 
-# Engine, stage, data-parallel parts and ranks that share the weights.
+# Engine, ZeRO stage, data-parallel parts, and ranks that share the weights.
 GEARS = {
     "single": ("single", 0, 1, 1), "ddp": ("ddp", 0, 4, 4), "fsdp": ("fsdp", 0, 2, 2),
     "fsdp_offload": ("fsdp", 0, 2, 2), "hsdp": ("fsdp", 0, 4, 2), "fsdp_tp": ("fsdp", 0, 2, 2),
@@ -55,12 +58,12 @@ GEARS = {
 }  # fmt: skip
 
 
-def test_each_gear_is_known_here():
+def test_every_shipped_gear_is_listed():
     assert {path.stem for path in SHIPPED} == {*GEARS}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_gear_loads_and_says_what_it_is(path):
+def test_a_shipped_gear_loads_with_the_expected_engine(path):
     gear = load_gear(path)
     assert path.read_text().startswith("# ")
     assert gear.precision == "bf16"
@@ -70,7 +73,7 @@ def test_a_shipped_gear_loads_and_says_what_it_is(path):
 
 
 def test_a_gear_on_more_ranks():
-    """The total alone is given at the launch; what a file leaves open follows."""
+    """The launch sets only the total number of ranks; the degrees that the file leaves open follow from it."""
     hsdp = load_gear(ROOT / "accelerate_configs/hsdp.yaml", {"num_processes": "8"})
     assert (hsdp.data_parallel, hsdp.shard) == (8, 4)
     both = load_gear(ROOT / "accelerate_configs/fsdp_tp.yaml", {"num_processes": "8"})
@@ -92,60 +95,62 @@ FSDP = {"fsdp_version": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "expected"),
     [
-        ("single", {"num_procesess": 2}, "num_procesess: there is no such key; did you mean 'num_processes'?"),
+        ("single", {"num_procesess": 2}, "num_procesess: unknown key; did you mean 'num_processes'?"),
         ("fsdp", {"fsdp_config": FSDP | {"fsdp_offload_param": True}}, "did you mean 'fsdp_offload_params'?"),
-        ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}}, "fsdp_config.fsdp_sharding_strategy: there is"),
-        ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "no such key; did you mean 'zero3_init_"),
+        ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}},
+         "fsdp_config.fsdp_sharding_strategy: unknown key"),
+        ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "unknown key; did you mean 'zero3_init_"),
         ("fsdp", {"parallelism_config": {"parallelism_config_tp_sizes": 2}}, "did you mean 'parallelism_config_tp"),
-        ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be a whole number from 1"),
-        ("tp", {"num_processes": 3}, "num_processes: 3 ranks cannot be cut into tp 2; 2 or 4 can"),
-        ("tp", {"num_processes": 4}, "num_processes: 4 ranks are more than tp 2; with FSDP (fsdp_tp) they can be"),
-        ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 copies leave each copy one rank"),
-        ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks cannot be cut into dp_replicate 2; 4 or 6 can"),
-        ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) are 2, not 4"),
-        ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU cannot do this; "),
+        ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be an integer >= 1"),
+        ("tp", {"num_processes": 3}, "num_processes: 3 ranks are not divisible by tp=2; use 2 or 4"),
+        ("tp", {"num_processes": 4}, "num_processes: 4 ranks exceed tp=2; more ranks need FSDP (see fsdp_tp)"),
+        ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 copies leave one rank per copy"),
+        ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks are not divisible by dp_replicate=2; use 4 or 6"),
+        ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) is 2, not 4"),
+        ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU does not support this; "),
         ("zero3", {"parallelism_config": {"parallelism_config_cp_size": 2}}, "distributed_type must be FSDP"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
-         "parallelism_config: pp and tp cannot be joined; tp can with FSDP's shards"),
-        ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}}, "pp_schedule: '2f2b' is none of"),
-        ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is trained and tested with stage 3 and"),
+         "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP"),
+        ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}},
+         "pp_schedule: unknown '2f2b'; use 1f1b or gpipe"),
+        ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is tested only with stage 3 and"),
         ("single", {"fsdp_config": [1]}, "must be a mapping, found [1]"),
         ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: must be 2; version 1"),
         ("fsdp", {"fsdp_config": {}}, "fsdp_config.fsdp_version: must be 2"),
         ("fsdp", {"use_cpu": True}, "use_cpu: true silently turns FSDP into plain data parallelism"),
         ("zero3", {"use_cpu": True}, "use_cpu: true silently turns DEEPSPEED into plain data parallelism"),
         ("ddp", {"mixed_precision": "fp16"}, "mixed_precision: 'fp16' is not supported; use bf16, or no for fp32"),
-        ("zero1", {"mixed_precision": "bf16"}, "mixed_precision: belongs into the ZeRO JSON (bf16.enabled)"),
-        ("single", {"distributed_type": "MEGATRON_LM"}, "distributed_type: 'MEGATRON_LM' is no engine here"),
+        ("zero1", {"mixed_precision": "bf16"}, "mixed_precision: belongs in the ZeRO JSON (bf16.enabled)"),
+        ("single", {"distributed_type": "MEGATRON_LM"}, "distributed_type: 'MEGATRON_LM' is not supported"),
         ("zero1", {"deepspeed_config": {}}, "deepspeed_config.deepspeed_config_file: must name a JSON"),
-        ("ddp", {"num_processes": 0}, "num_processes: must be a whole number from 1, found 0"),
-        ("ddp", {"num_processes": "two"}, "num_processes: must be a whole number from 1, found 'two'"),
-        ("zero1", {"deepspeed_config": {"deepspeed_config_file": "/no.json"}}, "/no.json: there is no such file"),
-        ("zero2", {"zero_json": {"optimizer": {"type": "Adam"}}}, "optimizer: the recipe owns this (optim:)"),
-        ("zero2", {"zero_json": {"scheduler": {}}}, "scheduler: the recipe owns this (schedule:); remove it"),
-        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "would ignore it; did you mean 'gradient_clipping'?"),
+        ("ddp", {"num_processes": 0}, "num_processes: must be an integer >= 1, found 0"),
+        ("ddp", {"num_processes": "two"}, "num_processes: must be an integer >= 1, found 'two'"),
+        ("zero1", {"deepspeed_config": {"deepspeed_config_file": "/no.json"}}, "/no.json: no such file"),
+        ("zero2", {"zero_json": {"optimizer": {"type": "Adam"}}}, "optimizer: is set by the recipe (optim:)"),
+        ("zero2", {"zero_json": {"scheduler": {}}}, "scheduler: is set by the recipe (schedule:); remove it"),
+        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "would ignore; did you mean 'gradient_clipping'?"),
         ("zero2", {"zero_json": {"fp16": {"enabled": True}}}, "fp16.enabled: is not supported; use bf16"),
         ("zero2", {"zero_json": {"communication_data_type": "bf16"}}, "communication_data_type: must be fp32"),
         ("zero2", {"zero_json": {"data_types": {}}}, "data_types.grad_accum_dtype: must be fp32"),
-        ("zero2", {"zero_json": "{'bf16': 1}"}, "zero.json: is not JSON: "),
+        ("zero2", {"zero_json": "{'bf16': 1}"}, "zero.json: invalid JSON: "),
     ],
 )  # fmt: skip
-def test_each_mistake_is_named(tmp_path, name, changes, said):
+def test_each_mistake_is_named(tmp_path, name, changes, expected):
     with pytest.raises(UserError) as caught:
         load_gear(written(tmp_path, name, **changes))
-    (line,) = [line for line in str(caught.value).splitlines() if said in line]
+    (line,) = [line for line in str(caught.value).splitlines() if expected in line]
     assert line.startswith((f"{tmp_path}/gear.yaml: ", f"{tmp_path}/zero.json: ", "/no.json: "))
 
 
-def test_all_mistakes_of_a_gear_are_said_at_once(tmp_path):
+def test_all_mistakes_in_a_gear_are_reported_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         load_gear(written(tmp_path, "fsdp", num_processes=0, use_cpu=True, mixed_precision="fp8", fsdp_config={"a": 1}))
     assert len(str(caught.value).splitlines()) == 5
 
 
-def test_flags_of_the_launcher_beat_the_file():
+def test_launcher_flags_override_the_file():
     gear = load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"num_processes": "7", "mixed_precision": "no"})
     assert (gear.num_processes, gear.precision) == (7, "no")
     with pytest.raises(UserError, match="mixed_precision: 'fp16' is not supported"):
@@ -165,22 +170,22 @@ def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("[1]", "must be a JSON object, found list"),
         ('{"bf16": true, "zero_optimization": {"stage": 2}}', "bf16: must be an object, found True"),
         ('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', "bf16.enabled: must be true or false"),
         ('{"zero_optimization": 3}', "zero_optimization: must be an object, found 3"),
         ('{"zero_optimization": {"stage": "auto"}}', "zero_optimization.stage: must be 1, 2 or 3, found 'auto'"),
-        ("\xff", "is not JSON"),
+        ("\xff", "invalid JSON"),
     ],
 )
-def test_json_of_the_wrong_shape_is_named(tmp_path, content, said):
+def test_json_of_the_wrong_shape_is_named(tmp_path, content, expected):
     (tmp_path / "z.json").write_bytes(content.encode("latin-1"))
     settings = {
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "z.json")},
     }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(expected)):
         load_gear(tmp_path / "g.yaml")

@@ -1,4 +1,4 @@
-"""Guards what a recipe may say: every mistake is named at once, by file and key, before torch is imported."""
+"""Test that every mistake in a recipe is reported at once, by file and key, before torch is imported."""
 
 import re
 from copy import deepcopy
@@ -13,7 +13,7 @@ from gearbox.config.recipe import Recipe, recipe_keys
 from gearbox.errors import UserError
 
 TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
-# What recipes/tiny.yaml chooses; everything else in it shows the schema's default.
+# Keys that recipes/tiny.yaml sets. Its other keys show the schema's defaults.
 CHOSEN = {
     "model.name", "model.init", "data.path", "batch.rows", "batch.row_tokens", "batch.micro_rows", "optim.lr",
     "schedule.warmup", "train.steps", "eval.every", "eval.fraction",
@@ -21,7 +21,7 @@ CHOSEN = {
 
 
 def read(tmp_path: Path, *overrides: str, **changes) -> Recipe:
-    """The tiny recipe with changed groups, written to a file and read back."""
+    """Return the tiny recipe with changed groups, written to a file and read back."""
     content = deepcopy(TINY)
     for group, values in changes.items():
         both_mappings = isinstance(values, dict) and isinstance(content.get(group), dict)
@@ -32,7 +32,7 @@ def read(tmp_path: Path, *overrides: str, **changes) -> Recipe:
 
 
 def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
-    """The lines of the refusal, without the recipe's path that starts each of them."""
+    """Return the lines of the error, each without the recipe's path at its start."""
     with pytest.raises(UserError) as caught:
         read(tmp_path, *overrides, **changes)
     start = f"{tmp_path / 'recipe.yaml'}: "
@@ -42,17 +42,17 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
-        ({"optim": {"weight_decy": 1}}, "optim.weight_decy: there is no such key; did you mean 'weight_decay'?"),
-        ({"batch": {"row_token": 9}}, "batch.row_token: there is no such key; did you mean 'row_tokens'?"),
-        ({"optm": {}}, "optm: there is no such key; did you mean 'optim'?"),
-        ({"data": {"rows": 9}}, "data.rows: there is no such key; did you mean 'batch.rows'?"),
+        ({"optim": {"weight_decy": 1}}, "optim.weight_decy: unknown key; did you mean 'weight_decay'?"),
+        ({"batch": {"row_token": 9}}, "batch.row_token: unknown key; did you mean 'row_tokens'?"),
+        ({"optm": {}}, "optm: unknown key; did you mean 'optim'?"),
+        ({"data": {"rows": 9}}, "data.rows: unknown key; did you mean 'batch.rows'?"),
         (
             {"train": {"warmup_steps": 1}},
-            "train.warmup_steps: there is no such key; did you mean 'schedule.warmup'?",
+            "train.warmup_steps: unknown key; did you mean 'schedule.warmup'?",
         ),
-        ({"model": {"rehearse": True}}, "model.rehearse: there is no such key; did you mean 'run.rehearse'?"),
+        ({"model": {"rehearse": True}}, "model.rehearse: unknown key; did you mean 'run.rehearse'?"),
         ({"batch": {"rows": "many"}}, "unable to parse string as an integer, found 'many'"),
         ({"batch": {"rows": 1.5}}, "found 1.5"),
         ({"batch": {"rows": 0}}, "batch.rows: input should be greater than or equal to 1, found 0"),
@@ -69,16 +69,22 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
             {"schedule": {"warmup": 7}, "train": {"steps": 7}},
             "schedule.warmup: must be below train.steps (7), found 7; give fewer steps, or a share",
         ),
-        ({"model": {"quantize": "nf4"}}, "model.quantize freezes the weights: set adapter.method: lora"),
-        ({"model": {"name": "./nowhere"}}, "model.name: there is no folder './nowhere'"),
-        ({"model": {"name": "models/smollm2-135m-x"}}, "model.name: there is no folder 'models/smollm2-135m-x'"),
-        ({"model": {"name": "accelerate_configs"}}, "model.name: the folder 'accelerate_configs' holds no config.json"),
-        ({"data": {"path": "no/such.jsonl"}}, "data.path: there is no file 'no/such.jsonl'"),
-        ({"data": {"path": "builtin:task"}}, "the only built-in data is builtin:tasks"),
+        (
+            {"model": {"quantize": "nf4"}},
+            "model.quantize: freezes the weights and needs an adapter; set adapter.method: lora",
+        ),
+        ({"model": {"name": "./nowhere"}}, "model.name: no such folder './nowhere'"),
+        ({"model": {"name": "models/smollm2-135m-x"}}, "model.name: no such folder 'models/smollm2-135m-x'"),
+        ({"model": {"name": "accelerate_configs"}}, "model.name: the folder 'accelerate_configs' has no config.json"),
+        ({"data": {"path": "no/such.jsonl"}}, "data.path: no such file 'no/such.jsonl'"),
+        (
+            {"data": {"path": "builtin:task"}},
+            "unknown built-in data 'builtin:task'; the only built-in data is builtin:tasks",
+        ),
     ],
 )
-def test_each_mistake_is_named(tmp_path, changes, said):
-    assert said in "\n".join(refusal(tmp_path, **changes))
+def test_each_mistake_is_named(tmp_path, changes, expected):
+    assert expected in "\n".join(refusal(tmp_path, **changes))
 
 
 def test_a_required_key_that_is_missing_is_named(tmp_path):
@@ -95,7 +101,7 @@ def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path, written):
     assert load_recipe(path).optim.lr == 2e-5
 
 
-def test_overrides_beat_the_file_and_keep_their_types(tmp_path):
+def test_overrides_replace_the_file_and_keep_their_types(tmp_path):
     recipe = read(
         tmp_path, "optim.lr=1e-5", "data.packing=false", "train.steps=null", "train.epochs=2", "run.name=a=b"[:-2]
     )
@@ -108,51 +114,51 @@ def test_overrides_beat_the_file_and_keep_their_types(tmp_path):
 @pytest.mark.parametrize("override", ["optim.lr", "lr=1", "=1"])
 def test_an_override_without_group_key_and_value_is_refused(tmp_path, override):
     (line,) = refusal(tmp_path, override)
-    assert line.startswith(f"{override!r}: an override is written group.key=value")
+    assert line.startswith(f"{override!r}: overrides take the form group.key=value")
 
 
 def test_overrides_are_checked_like_the_file(tmp_path):
     assert refusal(tmp_path, "batch.rows=x", "optim.weight_decy=1") == [
         "batch.rows: input should be a valid integer, unable to parse string as an integer, found 'x'",
-        "optim.weight_decy: there is no such key; did you mean 'weight_decay'?",
+        "optim.weight_decy: unknown key; did you mean 'weight_decay'?",
     ]
 
 
-def test_all_mistakes_are_said_at_once(tmp_path):
+def test_all_mistakes_are_reported_at_once(tmp_path):
     lines = refusal(tmp_path, "lr=1", optm={}, batch={"rows": 0}, train={"epochs": 3})
     assert sorted(line.split(":")[0] for line in lines) == ["'lr=1'", "batch.rows", "optm", "train"]
     lines = refusal(tmp_path, model={"name": "./nowhere"}, data={"path": "no/such.txt"})
     assert [line.split(":")[0] for line in lines] == ["model.name", "data.path"]
 
 
-def test_a_rehearsal_needs_no_model_but_its_data(tmp_path):
+def test_a_rehearsal_needs_its_data_but_not_its_model(tmp_path):
     absent = {"model": {"name": "./nowhere"}, "run": {"rehearse": True}}
     assert read(tmp_path, **absent).run.rehearse
-    assert refusal(tmp_path, data={"path": "no/such.txt"}, **absent) == ["data.path: there is no file 'no/such.txt'"]
+    assert refusal(tmp_path, data={"path": "no/such.txt"}, **absent) == ["data.path: no such file 'no/such.txt'"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
-        ("model:\n  name: a\n  init: random\n  name: b\n", "recipe.yaml:4: 'name' is given twice; keep one"),
-        ("model: {}\ndata: {}\nmodel: {}\n", "recipe.yaml:3: 'model' is given twice; keep one"),
+        ("model:\n  name: a\n  init: random\n  name: b\n", "recipe.yaml:4: duplicate key 'name'; keep one"),
+        ("model: {}\ndata: {}\nmodel: {}\n", "recipe.yaml:3: duplicate key 'model'; keep one"),
         ("- model\n", "recipe.yaml: must be a mapping of groups, such as `model:`, found list"),
         ("", "recipe.yaml: must be a mapping of groups, such as `model:`, found NoneType"),
-        ("model: [1\n", "recipe.yaml: is not YAML: "),
-        ("model:\n\tname: a\n", "recipe.yaml: is not YAML: "),
+        ("model: [1\n", "recipe.yaml: invalid YAML: "),
+        ("model:\n\tname: a\n", "recipe.yaml: invalid YAML: "),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path, text, said):
+def test_a_file_that_is_not_a_recipe_is_refused_in_one_line(tmp_path, text, expected):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         load_recipe(path)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_recipe_names_the_nearest_file(tmp_path):
     read(tmp_path)
-    with pytest.raises(UserError, match=r"recipes.yaml: there is no such file; did you mean 'recipe.yaml'\?"):
+    with pytest.raises(UserError, match=r"recipes.yaml: no such file; did you mean 'recipe.yaml'\?"):
         load_recipe(tmp_path / "recipes.yaml")
 
 
@@ -168,27 +174,27 @@ def test_the_default_recipe_shows_every_key_and_its_default():
     assert differing <= CHOSEN
 
 
-def test_every_key_says_what_it_is():
+def test_every_key_has_a_description():
     for group, field in Recipe.model_fields.items():
         for key, of_group in field.annotation.model_fields.items():
             assert of_group.description and of_group.description.endswith("."), f"{group}.{key}"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
-        ({"lr": 1}, "lr: there is no such key; did you mean 'optim.lr'?"),
-        ({"optim": {"steps": 5}}, "optim.steps: there is no such key; did you mean 'train.steps'?"),
-        ({"optim": {"r": 5}}, "optim.r: there is no such key; did you mean 'adapter.r'?"),
+        ({"lr": 1}, "lr: unknown key; did you mean 'optim.lr'?"),
+        ({"optim": {"steps": 5}}, "optim.steps: unknown key; did you mean 'train.steps'?"),
+        ({"optim": {"r": 5}}, "optim.r: unknown key; did you mean 'adapter.r'?"),
         ({"optim": {"betas": [1.5, 0.9]}}, "optim.betas.0: input should be less than 1"),
         ({"optim": {"lr": float("inf")}}, "optim.lr: input should be a finite number"),
-        ({"batch": {"rows": True}}, "batch.rows: must be a whole number"),
+        ({"batch": {"rows": True}}, "batch.rows: must be an integer"),
     ],
 )
-def test_the_right_key_wins_over_a_near_one_and_odd_numbers_are_refused(tmp_path, changes, said):
+def test_an_exact_key_beats_a_near_one_and_odd_numbers_are_refused(tmp_path, changes, expected):
     with pytest.raises(UserError) as refusal:
         load_changed(tmp_path, changes)
-    assert said in str(refusal.value)
+    assert expected in str(refusal.value)
 
 
 def load_changed(tmp_path, changes):

@@ -1,4 +1,4 @@
-"""Guards schedule.warmup: counts and shares, their rounding, the old key schedule.warmup_steps, and old checkpoints."""
+"""Test schedule.warmup: counts, shares, rounding, the old key schedule.warmup_steps, and old checkpoints."""
 
 import json
 import math
@@ -18,12 +18,12 @@ from gearbox.training import run_folder
 
 TINY = ROOT / "recipes" / "tiny.yaml"
 OLD = "schedule.warmup_steps"
-IS_NOW = f"{OLD} is now schedule.warmup, which takes a count or a share such as 5%"
+IS_NOW = f"{OLD} is now schedule.warmup, which takes a step count or a share such as 5%"
 
 
 @pytest.fixture
 def old_recipe(tmp_path) -> Path:
-    """The tiny recipe as it was written before the key had another name."""
+    """Return the tiny recipe with the old key."""
     content = yaml.safe_load(TINY.read_text())
     content["schedule"] = {"name": "cosine", "warmup_steps": 50}
     path = tmp_path / "mine.yaml"
@@ -36,8 +36,8 @@ def rates(num_steps: int, warmup: int | str, name: str = "linear") -> list[float
     return [learning_rate(step, num_steps, Optim(lr=1.0), schedule) for step in range(num_steps)]
 
 
-def rate_of_before(step: int, num_steps: int, lr: float, warmup_steps: int, name: str) -> float:
-    """learning_rate as it was at 6346433."""
+def old_learning_rate(step: int, num_steps: int, lr: float, warmup_steps: int, name: str) -> float:
+    """Return the learning rate as computed at commit 6346433."""
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
@@ -86,7 +86,7 @@ def test_a_count_and_a_share_are_read_in_one_form(written, read):
 def test_anything_else_is_refused_in_one_line(written, found):
     with pytest.raises(UserError) as refusal:
         load_recipe(TINY, [f"schedule.warmup={written}"])
-    expected = "must be a count of steps such as 50, or a share of the run below 100% such as 5%, found "
+    expected = "must be a number of steps such as 50, or a share of the run below 100% such as 5%, found "
     assert str(refusal.value) == f"{TINY}: schedule.warmup: {expected}{found}"
 
 
@@ -111,7 +111,7 @@ def test_a_count_must_be_below_the_steps_and_a_share_always_is():
         ("0%", 10, 0), (7, 700, 7), (0, 1, 0),
     ],
 )  # fmt: skip
-def test_a_share_is_rounded_up_without_the_errors_of_floats_and_leaves_a_step(warmup, num_steps, num_warmup_steps):
+def test_a_share_is_rounded_up_exactly_and_leaves_a_step(warmup, num_steps, num_warmup_steps):
     assert Schedule(warmup=warmup).num_warmup_steps(num_steps) == num_warmup_steps
 
 
@@ -129,11 +129,11 @@ def test_the_rates_of_short_runs():
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (10, 0), (10, 3), (700, 50), (20, 30)])
-def test_a_count_gives_the_rates_of_before_bit_for_bit(name, num_steps, warmup):
+def test_a_count_gives_the_old_rates_bit_for_bit(name, num_steps, warmup):
     optim = Optim(lr=2e-3)
     for step in range(num_steps):
         now = learning_rate(step, num_steps, optim, Schedule(name=name, warmup=warmup))
-        assert now == rate_of_before(step, num_steps, 2e-3, warmup, name)
+        assert now == old_learning_rate(step, num_steps, 2e-3, warmup, name)
 
 
 def test_a_share_gives_the_rates_of_its_count():
@@ -164,7 +164,7 @@ def test_both_keys_in_one_place_are_refused(old_recipe):
     for path, overrides in ((both, []), (TINY, [f"{OLD}=7", "schedule.warmup=7"])):
         with pytest.raises(UserError) as refusal:
             load_recipe(path, overrides)
-        assert str(refusal.value) == f"{path}: {OLD}: is the old name of schedule.warmup, which is given too; keep one"
+        assert str(refusal.value) == f"{path}: {OLD}: is the old name of schedule.warmup, which is also set; keep one"
 
 
 def test_an_editor_knows_both_keys_and_underlines_what_is_refused(old_recipe):
@@ -178,22 +178,22 @@ def test_an_editor_knows_both_keys_and_underlines_what_is_refused(old_recipe):
 
 
 def old_manifest(recipe: Recipe, warmup_steps: int) -> dict:
-    """What the code before wrote of a recipe, into a manifest and resolved.yaml."""
+    """Return a recipe as older code wrote it to a manifest and to resolved.yaml."""
     return recipe.model_dump(mode="json") | {"schedule": {"name": recipe.schedule.name, "warmup_steps": warmup_steps}}
 
 
-def test_manifests_of_before_are_resumed_and_differences_named_by_the_new_key():
+def test_old_manifests_are_resumed_and_differences_use_the_new_key():
     recipe = load_recipe(TINY, ["schedule.warmup=50"])
     saved = old_manifest(recipe, 50)
     assert run_folder._differences(saved, recipe) == []
-    assert saved["schedule"] == {"name": "cosine", "warmup_steps": 50}, "it is left as it was read"
+    assert saved["schedule"] == {"name": "cosine", "warmup_steps": 50}, "the saved recipe was changed"
     assert run_folder._differences(saved, load_recipe(TINY, ["schedule.warmup=7%"])) == [
-        "schedule.warmup was 50 and is '7%'"
+        "schedule.warmup changed from 50 to '7%'"
     ]
-    assert run_folder._differences(saved, load_recipe(TINY, [f"{OLD}=49"])) == ["schedule.warmup was 50 and is 49"]
+    assert run_folder._differences(saved, load_recipe(TINY, [f"{OLD}=49"])) == ["schedule.warmup changed from 50 to 49"]
 
 
-def test_auto_takes_the_folder_of_an_unfinished_run_of_before(tmp_path):
+def test_auto_takes_the_folder_of_an_unfinished_old_run(tmp_path):
     recipe = load_recipe(TINY, ["schedule.warmup=50"])
     (tmp_path / "status.json").write_text('{"outcome": "running"}')
     for warmup, is_same in ((50, True), (49, False)):
@@ -202,7 +202,7 @@ def test_auto_takes_the_folder_of_an_unfinished_run_of_before(tmp_path):
 
 
 @pytest.mark.parametrize("warmup", [0, 50])
-def test_the_code_before_resumes_manifests_with_a_count(warmup):
+def test_older_code_resumes_manifests_with_a_count(warmup):
     recipe = load_recipe(TINY, [f"schedule.warmup={warmup}"])
     there, here = run_folder._flat(recipe_for_manifest(recipe)), run_folder._flat(old_manifest(recipe, warmup))
     assert there == here
@@ -215,12 +215,12 @@ def test_manifests_with_a_share_have_the_new_key():
     assert recipe_for_manifest(recipe) == recipe.model_dump(mode="json")
     assert run_folder._differences(recipe_for_manifest(recipe), recipe) == []
     assert run_folder._differences(recipe_for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
-        "schedule.warmup was '7%' and is 50"
+        "schedule.warmup changed from '7%' to 50"
     ]
 
 
-def test_a_run_hints_once_and_resumes_what_the_code_before_wrote(train, old_recipe, monkeypatch):
-    """On two ranks; a restart by src/launch.py does not repeat the hint."""
+def test_a_run_hints_once_and_resumes_what_older_code_wrote(train, old_recipe, monkeypatch):
+    """Two ranks print the hint once, and a restart by src/launch.py does not repeat it."""
     given = ("save.every=1", "train.steps=2", "run.name=x", "schedule.name=constant")
     first = train("ddp", *given, recipe=str(old_recipe), ranks=2)
     assert set(first.codes) == {0}, first.output
@@ -236,5 +236,5 @@ def test_a_run_hints_once_and_resumes_what_the_code_before_wrote(train, old_reci
     assert set(more.codes) == {0}, more.output
     assert "step-2, step 2 of 3" in more.output and "hint: " not in more.output
     refused = train("ddp", *given, "train.steps=3", "schedule.warmup=7%", recipe=str(old_recipe), ranks=2)
-    assert "was made by another recipe: schedule.warmup was 1 and is '7%'" in refused.output
+    assert "was made by another recipe: schedule.warmup changed from 1 to '7%'" in refused.output
     assert set(refused.codes) == {2}

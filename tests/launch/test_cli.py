@@ -19,7 +19,7 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
     )
     outcome = shell(line + " 2>&1")
     assert outcome.returncode == 1
-    said = "gearbox: recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"
+    said = "gearbox: recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"
     assert last_line(outcome.stdout) == said
     assert outcome.stdout.count(said) == 1
     assert not (tmp_path / "r").exists()
@@ -28,13 +28,13 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
-        ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
+        ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: no such file; did you mean 'tiny.yaml'?"),
         ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
-        ("train.py run.resume=latest run.name=none", "holds no run 'none'"),
+        ("train.py run.resume=latest run.name=none", "contains no run 'none'"),
         ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
         ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
-        ("launch.py fsdpp", "fsdpp: there is no such gear; did you mean 'fsdp'?"),
+        ("launch.py fsdpp", "fsdpp: unknown gear; did you mean 'fsdp'?"),
         ("launch.py", "usage: python src/launch.py GEAR [--doctor] [RECIPE]"),
         ("launch.py ddp --num_processes 3", "write the launcher's flags as --num_processes=VALUE"),
         ("launch.py zero2 optim.max_grad_norm=x", "optim.max_grad_norm: input should be a valid number"),
@@ -75,8 +75,8 @@ def test_out_of_memory_says_what_to_change():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["optim.lrr=1"], "gearbox: recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?"),
-        (["recipes/tny.yaml"], "gearbox: recipes/tny.yaml: there is no such file; did you mean 'tiny.yaml'?"),
+        (["optim.lrr=1"], "gearbox: recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        (["recipes/tny.yaml"], "gearbox: recipes/tny.yaml: no such file; did you mean 'tiny.yaml'?"),
         (["--lr", "1"], "gearbox: --lr 1: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
     ],
 )

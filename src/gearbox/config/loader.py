@@ -1,4 +1,4 @@
-"""Read a recipe: YAML and overrides to a Recipe, with every problem reported at once. Old keys are understood."""
+"""Load a recipe from YAML and overrides, and report every problem at once. Old keys still work."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
-RawMapping = dict[str, Any]  # of a YAML or JSON file, parsed and not yet checked
+RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 
 
 def read_yaml(path: Path) -> RawMapping:
-    """Return the mapping in a YAML file. Raises UserError for unreadable files, bad YAML and repeated keys."""
+    """Return the mapping in a YAML file. Raise UserError for unreadable files, invalid YAML and duplicate keys."""
 
     class UniqueKeyLoader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> RawMapping:
             for key_node, _ in node.value:
                 if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
                     line = key_node.start_mark.line + 1
-                    raise UserError(f"{path}:{line}: {key_node.value!r} is given twice; keep one")
+                    raise UserError(f"{path}:{line}: duplicate key {key_node.value!r}; keep one")
                 seen.add(str(key_node.value))
             return super().construct_mapping(node, deep)
 
@@ -48,11 +48,11 @@ def read_yaml(path: Path) -> RawMapping:
         content = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
-        raise UserError(f"{path}: there is no such file{did_you_mean(near)}") from None
+        raise UserError(f"{path}: no such file{did_you_mean(near)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: is not YAML: {one_line(error, None)}") from None
+        raise UserError(f"{path}: invalid YAML: {one_line(error, None)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")
     return content
@@ -61,9 +61,9 @@ def read_yaml(path: Path) -> RawMapping:
 def load_recipe(
     path: Path, overrides: list[str] | None = None, hint: Callable[[str], None] = lambda text: None
 ) -> Recipe:
-    """Load the recipe at `path` with `key.sub=value` overrides. Raises UserError naming every problem at once.
+    """Load the recipe at `path` with `key.sub=value` overrides. Raise UserError with every problem at once.
 
-    `hint` is called with one line for each place that uses an old key.
+    Call `hint` with one line for each place that uses an old key.
     """
     written = read_yaml(path)
     content = with_new_keys(written)
@@ -85,12 +85,12 @@ def load_recipe(
     if problems or recipe is None:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     for place in old_key_places:
-        hint(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a count or a share such as 5%")
+        hint(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a step count or a share such as 5%")
     return recipe
 
 
 def _apply_overrides(content: RawMapping, overrides: list[str]) -> tuple[list[str], bool]:
-    """Set the keys of `key.sub=value` overrides in place. Return the problems, and whether an old key was used."""
+    """Apply `key.sub=value` overrides in place. Return the problems, and whether an old key was used."""
     problems = []
     uses_old_key = False
     given = {override.partition("=")[0] for override in overrides}
@@ -100,7 +100,7 @@ def _apply_overrides(content: RawMapping, overrides: list[str]) -> tuple[list[st
             key, uses_old_key = "schedule.warmup", True
         *groups, last = key.split(".")
         if not equals or not groups:
-            problems.append(f"{override!r}: an override is written group.key=value, such as optim.lr=1e-5")
+            problems.append(f"{override!r}: overrides take the form group.key=value, such as optim.lr=1e-5")
             continue
         target = content
         for group in groups:
@@ -115,9 +115,9 @@ def _apply_overrides(content: RawMapping, overrides: list[str]) -> tuple[list[st
 
 
 def with_new_keys(content: RawMapping) -> RawMapping:
-    """Return a recipe's content with schedule.warmup in place of schedule.warmup_steps, or `content` itself.
+    """Return a recipe's content with schedule.warmup_steps renamed to schedule.warmup, or `content` itself.
 
-    Content that has both keys is left as it is: the old one is then refused as unknown.
+    Content with both keys is returned unchanged: validation then rejects the old key.
     """
     schedule = content.get("schedule")
     if not isinstance(schedule, dict) or "warmup_steps" not in schedule or "warmup" in schedule:
@@ -126,7 +126,7 @@ def with_new_keys(content: RawMapping) -> RawMapping:
 
 
 def recipe_for_manifest(recipe: Recipe) -> dict[str, Any]:
-    """Return what a manifest stores of the recipe. A warm-up count keeps its old key, so older versions can resume."""
+    """Return the recipe as stored in a manifest. A warm-up count keeps its old key, so older versions can resume."""
     content = recipe.model_dump(mode="json")
     schedule = content["schedule"]
     if isinstance(schedule["warmup"], int):
@@ -135,76 +135,76 @@ def recipe_for_manifest(recipe: Recipe) -> dict[str, Any]:
 
 
 def _with_saved_adapter(recipe: Recipe) -> Recipe:
-    """Return the recipe with the settings of the adapter at adapter.path. Raises ValueError where they do not fit."""
+    """Return the recipe with the settings of the adapter at adapter.path. Raise ValueError if they conflict."""
     path = recipe.adapter.path
     if path is not None and Path(path).is_dir():
         recipe = recipe.model_copy(update={"adapter": saved_adapter_settings(recipe.adapter, Path(path))})
     elif path is not None and recipe.adapter.method == "none":
         raise ValueError(
-            f"adapter.path: {path!r} is no folder here; for an adapter of the hub give adapter.method too, lora or dora"
+            f"adapter.path: {path!r} is not a local folder; for a Hub adapter, also set adapter.method to lora or dora"
         )
     if recipe.model.quantize and recipe.adapter.method == "none":
-        raise ValueError("model.quantize freezes the weights: set adapter.method: lora, or quantize: null")
+        raise ValueError(
+            "model.quantize: freezes the weights and needs an adapter; set adapter.method: lora, or quantize: null"
+        )
     return recipe
 
 
 def _missing_files(recipe: Recipe) -> list[str]:
-    """Return a problem for each local path that does not exist; a name such as `org/model` is left to the hub."""
+    """Return a problem for each local path that does not exist. A name such as `org/model` may be on the Hub."""
     problems = []
     name = recipe.model.name
     looks_local = name.startswith((".", "/", "~", "models/", "recipes/", "runs/"))
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
-            problems.append(f"model.name: the folder {name!r} holds no config.json")
+            problems.append(f"model.name: the folder {name!r} has no config.json")
     elif looks_local or name.count("/") > 1:
-        hint = "; `make smollm2` makes it" if name == "models/smollm2-135m" else ""
-        problems.append(
-            f"model.name: there is no folder {name!r}{hint or '; give a folder or a hub id such as org/model'}"
-        )
+        hint = "; run `make smollm2` to make it" if name == "models/smollm2-135m" else ""
+        problems.append(f"model.name: no such folder {name!r}{hint or '; give a folder or a Hub id such as org/model'}")
     for path in [source.path for source in recipe.data.sources]:
         problems += _missing_data("data.path", path)
     if recipe.eval.path is not None:
         problems += _missing_data("eval.path", recipe.eval.path)
     resume = recipe.run.resume
     if resume not in RESUME and not (Path(resume) / "manifest.json").is_file():
-        problems.append(f"run.resume: {resume!r} is none of {', '.join(RESUME)}, nor a checkpoint's folder")
+        problems.append(f"run.resume: {resume!r} is not a checkpoint folder; use one, or {', '.join(RESUME)}")
     if recipe.data.chat_template is not None and not Path(recipe.data.chat_template).is_file():
-        problems.append(f"data.chat_template: there is no file {recipe.data.chat_template!r}")
+        problems.append(f"data.chat_template: no such file {recipe.data.chat_template!r}")
     return problems if not recipe.run.rehearse else [p for p in problems if not p.startswith("model.")]
 
 
 def _missing_data(key: str, path: str) -> list[str]:
-    """Return the problem of a path to data that does not exist. `key` is where it was given."""
+    """Return a problem if a data path does not exist. `key` is the recipe key that gave it."""
     if path == BUILTIN_TASKS or matches(path):
         return []
     if path.startswith("builtin:"):
-        return [f"{key}: {path!r} is unknown; the only built-in data is {BUILTIN_TASKS}"]
+        return [f"{key}: unknown built-in data {path!r}; the only built-in data is {BUILTIN_TASKS}"]
     if any(letter in path for letter in "*?["):
         return [f"{key}: no file matches {path!r}"]
     if is_local(path) or path.count("/") > 1:
-        return [f"{key}: there is no file {path!r}"]
+        return [f"{key}: no such file {path!r}"]
     return []
 
 
 def matches(path: str) -> list[Path]:
-    """Return the file or folder of that name, or what a glob finds, sorted."""
+    """Return the file or folder with that name, or the sorted matches of a glob."""
     expanded = Path(path).expanduser()
-    return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  of any root
+    return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  a pattern with any root
 
 
 def is_local(path: str) -> bool:
-    """Return whether a data.path is on this machine, and not on the hub."""
+    """Return whether a data.path is local, not on the Hub."""
     return (
         path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
     )
 
 
 def _explain(details: ErrorDetails) -> str:
-    """Return one of pydantic's errors as a line that begins with the key."""
+    """Return a pydantic error as one line that starts with the key."""
     location = [str(part) for part in details["loc"] if isinstance(part, str | int)]
     in_source = location[:3] == ["data", "path", "list"]
     if location[:2] == ["data", "path"]:
-        del location[2:3]  # the name of the alternative, which the user has not written
+        del location[2:3]  # pydantic's tag of the union member, which the user did not write
     key, kind = ".".join(location), details["type"]
     if kind == "extra_forbidden":
         return f"{key}: {_explain_unknown_key(location, in_source)}"
@@ -217,22 +217,22 @@ def _explain(details: ErrorDetails) -> str:
 
 
 def _explain_unknown_key(location: list[str], in_source: bool) -> str:
-    """Return what is wrong with a key that the schema lacks, with the nearest one that it has."""
+    """Return the message for a key that the schema lacks, with the nearest known key."""
     if ".".join(location) == OLD_WARMUP:
-        return "is the old name of schedule.warmup, which is given too; keep one"
+        return "is the old name of schedule.warmup, which is also set; keep one"
     name = "warmup" if location[-1] == "warmup_steps" else location[-1]
     exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
     group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
-    return f"there is no such key{did_you_mean(exact) or nearest(name, keys_of_group(group))}"
+    return f"unknown key{did_you_mean(exact) or nearest(name, keys_of_group(group))}"
 
 
 def rehearsed(recipe: Recipe) -> Recipe:
-    """Return the recipe with what a laptop lacks replaced: weights by random ones, data of the hub by built-in tasks.
+    """Return the recipe for a rehearsal: random weights replace saved ones, and built-in tasks replace Hub data.
 
-    The weights of a saved adapter are replaced too.
+    A saved adapter's weights become random too.
     """
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
-    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit the whole model alone
+    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
     paths = [source.path for source in recipe.data.sources]
     if not all(map(is_local, paths)):
         changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})

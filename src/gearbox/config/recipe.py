@@ -1,6 +1,7 @@
-"""The recipe: what to train. Every key, its type, its default and its unit stand here, once.
+"""Define the recipe, which decides what to train: every key with its type, default and unit.
 
-Nothing here imports torch, so a misspelt key is reported in well under a second.
+`make schema` writes the editors' schema and the reference page from this module. Nothing here imports torch, so a
+misspelt key is reported in well under a second.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from gearbox.errors import nearest
 
 BUILTIN_TASKS = "builtin:tasks"
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
-MAX_RECORD_BYTES = 16 * 2**20  # of one document; its tokens would take gigabytes to make
+MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would take gigabytes
 Role = Literal["system", "user", "assistant", "tool"]
-# What a row may hold, by the form it is of; the first form whose required fields (the first tuple) are there is it.
+# The fields of a record by its format, required and optional. A record has the first format whose required fields it
+# contains.
 FORMS = {
     "messages": (("messages",), ("tools",)),
     "conversations": (("conversations",), ("system", "tools")),
@@ -38,14 +40,14 @@ FORMS = {
     "prompt": (("prompt", "completion"), ("system", "tools")),
     "text": (("text",), ()),
 }
-RESUME = ("auto", "latest", "never")  # or the folder of a checkpoint
+RESUME = ("auto", "latest", "never")  # or a checkpoint folder
 TURN_FIELDS = ("role", "content", "from", "value")
-OLD_WARMUP = "schedule.warmup_steps"  # what schedule.warmup was called, in recipes, overrides and manifests
+OLD_WARMUP = "schedule.warmup_steps"  # the old name of schedule.warmup in recipes, overrides and manifests
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 
 def _number(value: object) -> object:
-    """Return a string such as `2e-5`, which YAML 1.1 does not read as a number, as a float."""
+    """Return a numeric string as a float. YAML 1.1 reads `2e-5` as a string."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -55,9 +57,9 @@ def _number(value: object) -> object:
 
 
 def _no_bool(value: object) -> object:
-    """Raise ValueError for YAML's true, which Python takes for 1; as a count it is a mistake."""
+    """Raise ValueError for true or false, which Python would accept as 1 or 0."""
     if isinstance(value, bool):
-        raise ValueError("must be a whole number")
+        raise ValueError("must be an integer")
     return value
 
 
@@ -69,7 +71,7 @@ def _share(text: str) -> str | None:
 
 
 def _count_or_share(value: object) -> int | str:
-    """Return a count as int and a share as a string such as 5%. Raises ValueError for anything else."""
+    """Return a step count as an int, or a share as a string such as 5%. Raise ValueError for anything else."""
     near = None
     if isinstance(value, str):
         if (share := _share(value)) is not None:
@@ -82,25 +84,23 @@ def _count_or_share(value: object) -> int | str:
     if type(value) is int and value >= 0:
         return value
     raise ValueError(
-        f"must be a count of steps such as 50, or a share of the run below 100% such as 5%, found {value!r}"
+        f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {value!r}"
         + (f"; did you mean {near}?" if near else "")
     )
 
 
 def _accept_old_warmup(json_schema: dict[str, Any]) -> None:
-    """Let editors accept the old key, which is deprecated."""
+    """Add the old key to the schema as deprecated, so that editors accept it."""
     old_key = {"deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer"}
     json_schema["properties"]["warmup_steps"] = old_key
 
 
 def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
-    """Raise ValueError for a field that no form of rows has."""
+    """Raise ValueError for a field that no record format has."""
     known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
     for name in fields:
         if name not in known:
-            raise ValueError(
-                f"{name!r} is no field of a form{nearest(name, known) or '; they are ' + ', '.join(known)}"
-            )
+            raise ValueError(f"unknown field {name!r}{nearest(name, known) or '; the fields are ' + ', '.join(known)}")
     return fields
 
 
@@ -117,110 +117,115 @@ Warmup = Annotated[
 
 
 class Group(BaseModel):
-    """A group of keys. Unknown keys are errors, and values cannot be changed."""
+    """A group of keys. Unknown keys are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
 
 
 class Model(Group):
-    """Which model is trained, and how it is loaded."""
+    """The model to train, and how to load it."""
 
     name: str
-    """A folder with config.json, or the id of a model on the Hugging Face hub."""
+    """Folder with a config.json, or the id of a model on the Hugging Face Hub."""
     revision: str | None = None
-    """Commit, tag or branch of a hub model; null is its default branch."""
+    """Commit, tag or branch of a Hub model; `null` uses its default branch."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model, which can do whatever you can. Off unless you have read it."""
+    """Run the Python code that comes with the model. It has all your permissions, so read it first."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """pretrained loads the weights; random draws them from train.seed, by the model's config.json."""
+    """`pretrained` loads the weights; `random` draws them from `train.seed` for the architecture in config.json."""
     quantize: Literal["nf4"] | None = None
-    """nf4 keeps the frozen base in 4 bits with double quantization (needs an adapter: QLoRA)."""
+    """`nf4` stores the frozen base weights in 4 bits with double quantization; it needs an adapter (QLoRA)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """auto is sdpa, which isolates packed documents on every device."""
+    """Attention implementation; `auto` uses `sdpa`, which isolates packed documents on every device."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: about a third more time, far less activation memory."""
+    """Recompute each layer in the backward pass, for about a third more time and far less activation memory."""
     router_loss: Float | None = Field(None, ge=0)
-    """Weight of the loss that spreads tokens over the experts of a mixture; null is the model's own
-    (router_aux_loss_coef of its config.json), 0 is none."""
+    """Weight of the loss that spreads tokens over a mixture's experts; `null` uses router_aux_loss_coef from the
+    model's config.json, and 0 disables the loss."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = []
-    """Tokens that the tokenizer gets beside its own, such as [<|note|>]: never split, and shown in answers. Their
-    embeddings start as the mean of all others; with an adapter, the embedding and the output head are adapted too."""
+    """Tokens to add to the tokenizer, such as `[<|note|>]`; they are never split, and are shown in answers. Their
+    embeddings start as the mean of all others. With an adapter, the embedding and the output head are adapted too."""
 
     @field_validator("add_tokens")
     @classmethod
     def _each_once(cls, tokens: list[str]) -> list[str]:
         if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
-            raise ValueError(f"{twice[0]!r} is given twice; keep one")
+            raise ValueError(f"duplicate token {twice[0]!r}; keep one")
         return tokens
 
 
 class Adapter(Group):
-    """Which adapter is trained instead of all weights."""
+    """The adapter to train instead of all weights."""
 
     method: Literal["none", "lora", "dora"] = "none"
-    """none trains all weights; lora trains low-rank additions; dora these and each row's magnitude. QLoRA and QDoRA
-    are these with model.quantize."""
+    """`none` trains all weights; `lora` trains low-rank additions; `dora` trains these and each row's magnitude. With
+    `model.quantize`, the methods are QLoRA and QDoRA."""
     path: str | None = None
-    """Folder, or id on the hub, of an adapter (safetensors) that training goes on with; its own settings hold."""
+    """Folder or Hub id of a saved adapter (safetensors) to continue training, with its saved settings."""
     r: Int = Field(16, ge=1)
     """Rank of each low-rank addition."""
     alpha: Float = Field(32.0, gt=0)
-    """The addition is scaled by alpha / r."""
+    """Scale of the low-rank addition, which is multiplied by alpha / r."""
     rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which keeps large ranks from learning slowly."""
+    """Scale by alpha / sqrt(r) instead, so that large ranks do not learn slowly."""
     dropout: Float = Field(0.0, ge=0, lt=1)
-    """Probability of dropping an adapter's input. Above 0 the gears no longer draw the same numbers."""
+    """Probability of dropping an adapter's input; above 0, gears no longer draw the same random numbers."""
     targets: str | list[str] = "all-linear"
-    """Modules to adapt: all-linear (every linear layer but the output head) or a list of names."""
+    """Modules to adapt: `all-linear` (every linear layer except the output head), or a list of names."""
 
 
 class Source(Group):
-    """One of several sources of data."""
+    """A source of data, as an item of the list `data.path`."""
 
     path: str
-    """As data.path."""
+    """File, folder, glob, saved dataset, Hub dataset id or built-in data, as in `data.path`."""
     weight: Float | None = Field(None, gt=0)
-    """Share of the rows of every step, relative to the other weights; null: all rows once an epoch. All or none."""
+    """Share of every step's rows, relative to the other weights; `null` uses all rows once per epoch. Give a weight
+    to every source or to none."""
     split: str | None = None
-    """As data.split, which is the default."""
+    """Split of this source; `null` uses `data.split`."""
     fields: Fields | None = None
-    """As data.fields, which is the default."""
+    """Field names of this source; `null` uses `data.fields`."""
 
 
 class Data(Group):
-    """Which documents are trained, and how they are read."""
+    """The documents to train on, and how to read them."""
 
     path: Annotated[
         Annotated[str, Tag("path")] | Annotated[list[Source], Tag("list"), Field(min_length=1)],
         Discriminator(lambda value: "list" if isinstance(value, list) else "path"),
     ]
-    """A .jsonl, .json, .parquet, .csv or .txt file, a folder or glob of them, a dataset saved by `datasets`, a hub
-    dataset's id, or builtin:tasks; or a list of {path, weight, split, fields}."""
+    """File (.jsonl, .json, .parquet, .csv, .txt), folder or glob of files, dataset saved by `datasets`, Hub dataset
+    id, or `builtin:tasks`. A list of `{path, weight, split, fields}` mixes several sources."""
     split: str = "train"
-    """Split of a hub or saved dataset; slices such as train[:5%] are allowed for hub datasets."""
+    """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""
     form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
-    """Form of the rows; auto tells it by their fields: messages (role, content), conversations (from, value),
-    instruction (input, output), prompt (completion), text. Tool calls: tools beside messages or conversations."""
+    """Format of the records: messages (role, content), conversations (from, value), instruction (input, output), prompt
+    (completion) or text; `auto` detects it from their fields. Chats with tool calls also have a `tools` field."""
     fields: Fields = {}
-    """Other names of fields, such as {instruction: question, output: answer}; null passes over a field."""
+    """Names of your fields, such as `{instruction: question, output: answer}`; `null` ignores a field."""
     roles: dict[str, Role] = {}
-    """Other names of roles, such as {bot: assistant}."""
+    """Roles to rename, such as `{bot: assistant}`."""
     chat_template: str | None = None
-    """A file with a chat template (Jinja); null takes the tokenizer's own. It is saved with the model."""
+    """File with a chat template (Jinja), saved with the model; `null` uses the tokenizer's template."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
-    """Trained turns of a chat, with the end of each: the assistant's, the last of them, or all but tool results."""
+    """Chat turns to train on, with the end of each turn: all assistant turns, the `last` assistant turn, or `all` turns
+    except tool results."""
     long: Literal["auto", "truncate", "split", "drop"] = "auto"
-    """A document longer than a row: cut off its end, cut it into pieces, or drop it; auto splits text, cuts chats."""
+    """Treatment of a document longer than a row: cut off its end, split it into pieces, or drop it; `auto` splits text
+    and truncates chats."""
     text_unit: Literal["paragraph", "line", "file"] = "paragraph"
-    """What a document of a .txt file is; paragraphs are parted by blank lines."""
+    """Unit of a .txt file that is one document; paragraphs are separated by blank lines."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """stop ends the run at the first row that cannot be used; skip leaves such rows out and lists them in the run."""
+    """`stop` ends the run at the first unusable record; `skip` leaves such records out and lists them in the run
+    folder."""
     packing: bool = True
-    """Fill each row with several documents that cannot see each other; false: one a row, batches of similar length."""
+    """Fill each row with several documents, isolated from each other; `false` puts one document in each row and batches
+    documents of similar length."""
 
     @property
     def sources(self) -> list[Source]:
-        """All sources of data.path, each with its split and fields."""
+        """The sources in data.path, each with its split and fields."""
         listed = [Source(path=self.path)] if isinstance(self.path, str) else self.path
         defaults = {"split": self.split, "fields": self.fields}
         return [s.model_copy(update={k: v for k, v in defaults.items() if getattr(s, k) is None}) for s in listed]
@@ -238,30 +243,31 @@ class Batch(Group):
     """The size of a step and of its rows."""
 
     rows: Int = Field(ge=1)
-    """Rows of one optimizer step, over all devices. Accumulation is derived from it."""
+    """Rows per optimizer step, over all devices; the accumulation steps are derived from this."""
     row_tokens: Int = Field(ge=8)
-    """Tokens of a row; data.long says what becomes of a longer document."""
+    """Tokens per row; `data.long` sets the treatment of longer documents."""
     micro_rows: Int = Field(1, ge=1)
-    """Rows that one device holds in one forward pass: lower it when memory runs out; the result stays."""
+    """Rows per device in one forward pass; lower it if memory runs out, as the result does not change."""
 
 
 class Optim(Group):
-    """The optimizer."""
+    """The optimizer and its settings."""
 
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
-    """The others are bitsandbytes': 8bit keeps a byte a moment, paged moves the state out of a full GPU's memory."""
+    """AdamW, or a bitsandbytes variant of it: 8bit stores each moment in one byte, and paged moves the state out of a
+    full GPU's memory."""
     lr: Float = Field(gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     eps: Float = Field(1e-8, gt=0)
-    """Added to AdamW's denominator."""
+    """Constant added to AdamW's denominator."""
     weight_decay: Float = Field(0.0, ge=0)
-    """Decoupled weight decay; biases, norms and DoRA's magnitudes are exempt."""
+    """Decoupled weight decay; biases, norms and DoRA magnitudes are exempt."""
     max_grad_norm: Float = Field(1.0, ge=0)
-    """Clip the gradient to this L2 norm over all weights; 0 does not clip."""
+    """L2 norm over all weights to which the gradient is clipped; 0 disables clipping."""
     master_weights: Literal["fp32", "bf16"] = "fp32"
-    """Storage of the trainable weights between steps; bf16 saves 2 bytes a parameter and loses small updates."""
+    """Data type of the trainable weights between steps; `bf16` saves 2 bytes per parameter but loses small updates."""
 
 
 class Schedule(Group):
@@ -270,27 +276,28 @@ class Schedule(Group):
     model_config = ConfigDict(json_schema_extra=_accept_old_warmup)
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0."""
     warmup: Warmup = 0
-    """Steps over which the learning rate rises from 0 to its peak: a count such as 50, or a share of the run, 5%."""
+    """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
+    `5%`."""
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the warm-up of a run of num_steps. A share is rounded up and leaves the run at least its last step."""
+        """Return the warm-up steps of a run of num_steps. A share is rounded up, but leaves at least the last step."""
         if isinstance(self.warmup, int):
             return self.warmup
-        share = Fraction(self.warmup.removesuffix("%")) / 100  # exact: 0.07 * 100 is above 7 in floating point
+        share = Fraction(self.warmup.removesuffix("%")) / 100  # exact, where 0.07 * 100 is above 7 in floating point
         return min(math.ceil(share * num_steps), num_steps - 1)
 
 
 class Train(Group):
-    """The length of a run, and its seed."""
+    """The length of a run and its seed."""
 
     steps: Int | None = Field(None, ge=1)
-    """Optimizer steps; give this or epochs."""
+    """Number of optimizer steps; set this or `epochs`."""
     epochs: Float | None = Field(None, gt=0)
-    """Passes over the training rows; give this or steps."""
+    """Number of epochs over the training rows; set this or `steps`."""
     seed: Int = Field(0, ge=0)
-    """Draws the data order, random weights and adapters."""
+    """Seed of the data order, random weights and adapters."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -300,51 +307,52 @@ class Train(Group):
 
 
 class Eval(Group):
-    """What is evaluated, and when."""
+    """The held-out documents, and when to evaluate on them."""
 
     every: Int = Field(0, ge=0)
-    """Steps between two evaluations; 0 evaluates only at the start and the end."""
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
     fraction: Float = Field(0.02, ge=0, lt=1)
-    """Share of the documents held out, chosen by a hash of their content; 0 holds none out."""
+    """Share of the documents to hold out, chosen by a hash of their content; 0 holds out none."""
     path: str | None = None
-    """Documents to evaluate on, read like data.path, instead of a fraction; copies of them are not trained on."""
+    """Documents to evaluate on instead of a fraction, read like `data.path`; copies of these are not trained on."""
     samples: Int = Field(2, ge=0)
-    """Held-out questions that are answered before and after the training, to be read."""
+    """Number of held-out questions to answer before and after training, for you to read."""
     sample_tokens: Int = Field(48, ge=1)
-    """Longest sample answer, in tokens."""
+    """Maximum length of a sample answer, in tokens."""
 
 
 class Save(Group):
-    """When checkpoints are written, and how many are kept."""
+    """The checkpoints to write, and how many to keep."""
 
     every: Int = Field(100, ge=0)
-    """Steps between two checkpoints, and one at the end; 0 saves only when a signal ends the run."""
+    """Steps between checkpoints, with one more at the end; 0 saves only when a signal ends the run."""
     keep: Int = Field(2, ge=2)
-    """Newest checkpoints that are kept, beside the one with the lowest held-out loss."""
+    """Number of newest checkpoints to keep, in addition to the one with the lowest held-out loss."""
     stage: str | None = None
-    """A folder on each machine's own disk where a rank's shard waits until it is written; null: the host's memory."""
+    """Folder on each machine's local disk where a rank's shard waits to be written; `null` uses host memory."""
 
 
 class Run(Group):
-    """The folder of a run, how it resumes and when it gives up."""
+    """The run folder, how to resume, and when to stop."""
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder of the run below run.dir; null is <recipe>-<gear>, with -2, -3, ... where that is taken."""
+    """Folder of the run in `run.dir`; `null` joins the names of recipe and gear, such as `tiny-fsdp`, or `tiny-fsdp-2`
+    if that is taken."""
     dir: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that contains the runs."""
     rehearse: bool = False
-    """Same architecture, two narrow layers, random weights, no network: for a laptop."""
+    """Train a small stand-in without network: the same architecture with two narrow layers and random weights."""
     resume: str = "auto"
-    """auto goes on with an unfinished run of that name; latest also with a finished one, for more steps; never starts
-    anew; a checkpoint's folder starts a new run from it."""
+    """`auto` resumes an unfinished run of that name; `latest` also resumes a finished run, for more steps. `never`
+    starts from scratch; a checkpoint folder starts a new run from that checkpoint."""
     hang_timeout: Float = Field(600.0, gt=0)
-    """Seconds without progress, after the first step, until each rank's stack is written and the run ends."""
+    """Seconds without progress, after the first step, before every rank writes its stack and the run ends."""
     max_bad_steps: Int = Field(3, ge=1)
-    """Steps in a row whose loss or gradient is not finite, all of them skipped, until the run ends."""
+    """Number of consecutive steps with a non-finite loss or gradient, each skipped, before the run ends."""
 
 
 class Recipe(Group):
-    """What to train: all groups of keys."""
+    """A recipe: the groups of keys that describe what to train."""
 
     model: Model
     adapter: Adapter = Adapter()
@@ -366,22 +374,22 @@ class Recipe(Group):
                 "of the run such as 5%"
             )
         if self.train.epochs is not None and self.data.sources[0].weight is not None:
-            raise ValueError("train.epochs: weighted sources end at different times: give train.steps instead")
+            raise ValueError("train.epochs: weighted sources end at different times; give train.steps instead")
         return self
 
     @property
     def method(self) -> str:
-        """The method of training: full, lora, qlora, dora or qdora."""
+        """The training method: full, lora, qlora, dora or qdora."""
         if self.adapter.method == "none":
             return "full"
         return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
 
 
 def recipe_keys() -> list[str]:
-    """Return every key of the schema as group.key."""
+    """Return every key of the schema, as group.key."""
     return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in keys_of_group(field.annotation)]
 
 
 def keys_of_group(annotation: object) -> list[str]:
-    """Return the keys of a group by its type, none for any other type."""
+    """Return the keys of a group, given its type. Any other type has no keys."""
     return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
