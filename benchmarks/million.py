@@ -1,8 +1,10 @@
-"""Memory and time of a million documents, from the file to the first step: python benchmarks/million.py [DOCUMENTS]
+"""Measure memory and time from a file of a million documents to the first step.
 
-The same command twice: the first start tokenizes, the second finds it done. Memory is that of all its processes
-together, looked at ten times a second: resident (RSS, which counts shared pages once for each process) and
-proportional (PSS, which counts them once).
+Usage: python benchmarks/million.py [DOCUMENTS]
+
+The script runs the same command twice. The first start tokenizes, the second uses the cache. Memory is the sum over
+all processes, sampled ten times a second. RSS is resident memory and counts shared pages once per process. PSS is
+proportional and counts them once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
 
 
 def write_documents(path: Path, num_documents: int) -> None:
-    """Questions and answers of a few to a few hundred words, most of them short."""
+    """Write questions and answers of a few to a few hundred words, most of which are short."""
     draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for number in range(num_documents):
@@ -34,7 +36,7 @@ def write_documents(path: Path, num_documents: int) -> None:
 
 
 def start(path: Path, folder: Path) -> None:
-    """Run the training script for one step and print what it took."""
+    """Run the training script for one step, and print its time and memory."""
     command = [
         sys.executable, "-u", "src/train.py", "recipes/smollm2_135m.yaml", f"data.path={path}",
         f"run.dir={folder}/runs",
@@ -47,11 +49,11 @@ def start(path: Path, folder: Path) -> None:
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     resident = proportional = 0
-    said, prepared, first_step = "", 0.0, 0.0
+    output, prepared, first_step = "", 0.0, 0.0
     while process.poll() is None:
-        said += (process.stdout.read() or b"").decode()
-        first_step = first_step or ("step 1/1" in said and time.perf_counter() - started)
-        prepared = prepared or ("Gearbox  recipe" in said and time.perf_counter() - started)
+        output += (process.stdout.read() or b"").decode()
+        first_step = first_step or ("step 1/1" in output and time.perf_counter() - started)
+        prepared = prepared or ("Gearbox  recipe" in output and time.perf_counter() - started)
         family = [psutil.Process(process.pid)]
         try:
             family += family[0].children(recursive=True)
@@ -62,18 +64,19 @@ def start(path: Path, folder: Path) -> None:
             resident = max(resident, sum(m.rss for m in memory))
             proportional = max(proportional, sum(m.pss for m in memory))
         time.sleep(0.1)
-    said += (process.stdout.read() or b"").decode()
-    for line in said.splitlines():
-        if line.startswith(("tokenized", "documents", "tokens", "rows")):
-            print("   ", line.split("; kept in")[0])
+    output += (process.stdout.read() or b"").decode()
+    for line in output.splitlines():
+        if line.startswith(("tokenized", "document", "tokens", "packed rows")):
+            print("   ", line.split("; cached in")[0])
     print(
         f"    prepared after {prepared:.1f} s, first step after {first_step:.1f} s; "
         f"peak memory {proportional / 2**30:.2f} GiB (PSS), {resident / 2**30:.2f} GiB (RSS)"
     )
-    assert process.returncode == 0 and first_step, said
+    assert process.returncode == 0 and first_step, output
 
 
 def main(num_documents: int) -> None:
+    """Write the documents, then start training on them twice."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         path = folder / "documents.jsonl"

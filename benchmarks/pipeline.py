@@ -1,6 +1,8 @@
-"""How long the stages of a pipeline idle, by the number of micro batches, and a picture of two steps.
+"""Measure how long pipeline stages idle, by the number of micro-batches, and draw two steps.
 
-python benchmarks/pipeline.py   two stages on two cores; writes benchmarks/pipeline.md and docs/pipeline.svg
+Usage: python benchmarks/pipeline.py
+
+It runs two stages on two cores, and writes benchmarks/pipeline.md and docs/pipeline.svg.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ CONFIG = transformers.LlamaConfig(
 WIDTH, LEFT, LANE = 900, 84, 34
 COLORS = {"F": "#4c8dd6", "B": "#e0913a"}
 
-Run = dict[str, Any]  # as `measure` writes it: one step on one rank
+Run = dict[str, Any]  # one step on one rank, as written by `measure`
 
 
 def measure(folder: Path) -> None:
-    """Measure on each rank every schedule and number of micro batches in turn: other jobs disturb all the same way."""
+    """Measure every schedule and number of micro-batches, in turns, so that other jobs disturb all equally."""
     torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (STAGES, 1), mesh_dim_names=("pp", "dp"))
     stages, replicas = mesh["pp"].get_group(), mesh["dp"].get_group()
@@ -64,7 +66,7 @@ def measure(folder: Path) -> None:
             for name, pipe in pipes.items():
                 torch.distributed.barrier()
                 pipe.step(micro, 1 / rows.numel())
-                if repetition:  # the first warms up
+                if repetition:  # the first repetition warms up
                     passes = [[timed.kind, timed.micro_batch, timed.start, timed.end] for timed in pipe.passes]
                     run = {"schedule": name, "num": num, "seconds": pipe.seconds, "idle": pipe.idle}
                     found.append(run | {"passes": passes})
@@ -72,8 +74,8 @@ def measure(folder: Path) -> None:
 
 
 def table(runs: list[list[Run]]) -> Iterator[str]:
-    """Yield lines of Markdown: medians over the repetitions."""
-    yield "| micro batches | (p-1)/(m+p-1) | gpipe | 1f1b | seconds of a step, 1f1b |"
+    """Yield the lines of a Markdown table of medians over the repetitions."""
+    yield "| micro-batches | (p-1)/(m+p-1) | gpipe | 1f1b | seconds per step, 1f1b |"
     yield "|---|---|---|---|---|"
     for num in NUMS:
         cases = {name: of(runs, name, num) for name in pipeline_parallel.SCHEDULES}
@@ -85,12 +87,12 @@ def table(runs: list[list[Run]]) -> Iterator[str]:
 
 
 def of(runs: list[list[Run]], name: str, num: int) -> list[tuple[Run, ...]]:
-    """Return the repetitions of one case, each a tuple by stage."""
+    """Return the repetitions of one case, each as a tuple of stages."""
     return [both for both in zip(*runs, strict=True) if (both[0]["schedule"], both[0]["num"]) == (name, num)]
 
 
 def picture(cases: list[tuple[str, tuple[Run, ...]]]) -> str:
-    """Return an SVG: a panel a case, a lane a stage, a rectangle a pass; all on one scale of time."""
+    """Return an SVG with a panel per case, a lane per stage and a rectangle per pass, on one time scale."""
     longest = max(stage["seconds"] for _, stages in cases for stage in stages)
     per_second = (WIDTH - LEFT - 16) / longest
     height = 44 + len(cases) * (STAGES * LANE + 58)
@@ -116,12 +118,12 @@ def picture(cases: list[tuple[str, tuple[Run, ...]]]) -> str:
         parts.append(f'<rect x="{x}" y="{height - 28}" width="14" height="14" fill="{color}"/>')
         parts.append(f'<text x="{x + 20}" y="{height - 16}" fill="#222">{word}</text>')
     right = f'x="{WIDTH - 16}" y="{height - 16}" text-anchor="end"'
-    parts.append(f'<text {right} fill="#222">the longer step: {longest:.1f} s</text>')
+    parts.append(f'<text {right} fill="#222">longer step: {longest:.1f} s</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
 def rectangle(timed: tuple[str, int, float, float], top: float, per_second: float) -> str:
-    """Draw a pass (kind, micro batch, start, end)."""
+    """Return the SVG of a pass (kind, micro-batch, start, end)."""
     kind, number, start, end = timed
     x, width = LEFT + start * per_second, max(1.0, (end - start) * per_second)
     position = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE - 6}"'
@@ -133,30 +135,33 @@ def rectangle(timed: tuple[str, int, float, float], top: float, per_second: floa
 
 
 def main() -> None:
-    """Measure, and write the table and the picture."""
+    """Measure the cases, and write the table and the picture."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         codes, output = fork_ranks(STAGES, {}, lambda: measure(folder))
         assert set(codes) == {0}, output
         runs = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(STAGES)]
     lines = [
-        "# How long the stages of a pipeline idle",
+        "# Idle time of pipeline stages",
         "",
-        f"`python benchmarks/pipeline.py`: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, "
-        f"cut into {STAGES} stages, one a core, on gloo in fp32; a step",
-        f"of {ROWS} rows x {ROW_TOKENS} tokens, cut into so many micro batches. The share of a step in which a stage "
-        "ran neither forward nor",
-        f"backward, mean over the stages, median of {REPETITIONS} steps. {psutil.cpu_count()} cores "
-        f"({platform.machine()}), load {psutil.getloadavg()[0]:.0f} at the end (above {STAGES}: other jobs ran);",
-        f"torch {torch.__version__}.",
+        "Measured by `python benchmarks/pipeline.py`. The columns `gpipe` and `1f1b` show the idle share of a step: a",
+        "stage ran neither forward nor backward. Values are means over the stages, and medians of "
+        f"{REPETITIONS} steps.",
+        "",
+        f"- Model: a Llama of {CONFIG.num_hidden_layers} layers of width {CONFIG.hidden_size}, split into {STAGES} "
+        "stages, one per core, on gloo in fp32.",
+        f"- Step: {ROWS} rows x {ROW_TOKENS} tokens, split into micro-batches.",
+        f"- Machine: {psutil.cpu_count()} cores ({platform.machine()}), load {psutil.getloadavg()[0]:.0f} at the end. "
+        f"Above {STAGES}, other jobs ran.",
+        f"- torch {torch.__version__}",
         "",
         *table(runs),
         "",
     ]
     (ROOT / "benchmarks" / "pipeline.md").write_text("\n".join(lines))
     cases = []
-    for title, schedule, num in (("naive: one micro batch", "gpipe", 1), ("1f1b: 8 micro batches", "1f1b", 8)):
-        fastest = min(of(runs, schedule, num), key=lambda both: both[0]["seconds"])  # the least disturbed
+    for title, schedule, num in (("naive: one micro-batch", "gpipe", 1), ("1f1b: 8 micro-batches", "1f1b", 8)):
+        fastest = min(of(runs, schedule, num), key=lambda both: both[0]["seconds"])  # least disturbed
         cases.append((f"{title}, {fastest[0]['idle']:.0%} idle", fastest))
     (ROOT / "docs" / "pipeline.svg").write_text(picture(cases))
     print("\n".join(lines))

@@ -1,7 +1,9 @@
-"""Tokens a second of preparing an instruction file, against the usual way: python benchmarks/prepare.py FILE [RUNS]
+"""Compare tokens per second when preparing an instruction file with Gearbox and with datasets.map.
 
-Each figure is of a fresh process, in turns, with an empty cache, from the file to mapped tokens with their mask; what
-both import and the loading of the tokenizer are not counted. `gearbox` checks every row beside.
+Usage: python benchmarks/prepare.py FILE [RUNS]
+
+The ways run in turns, each in a fresh process with an empty cache, from the file to mapped tokens with their mask.
+Imports and loading the tokenizer are not counted. `gearbox` also checks every row.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ MODEL = ROOT / "models" / "smollm2-135m"
 
 
 def gearbox(tokenizer, path: str) -> int:
+    """Return the number of tokens, prepared by Gearbox."""
     from gearbox.config.loader import load_recipe
     from gearbox.data import corpus
 
@@ -30,7 +33,10 @@ def gearbox(tokenizer, path: str) -> int:
 
 
 def usual(tokenizer, path: str, num_proc: int | None = None) -> int:
-    """datasets.map with one row at a time: the chat, the prompt without the answer, and labels from their lengths."""
+    """Return the number of tokens, prepared by datasets.map one row at a time.
+
+    The labels come from the lengths of the chat and of the prompt without the answer.
+    """
     import datasets
 
     def prepare(row):
@@ -46,7 +52,7 @@ def usual(tokenizer, path: str, num_proc: int | None = None) -> int:
 
 
 def without_mask(tokenizer, path: str) -> int:
-    """The same with the tokens of the chat alone."""
+    """Return the number of tokens, prepared by datasets.map without labels."""
     import datasets
 
     def prepare(row):
@@ -68,11 +74,11 @@ WAYS = {
 
 
 def measure(way: str, path: str) -> None:
-    """In a process of its own: print tokens and seconds."""
+    """Print tokens and seconds. Runs in a separate process."""
     import datasets
     from transformers import AutoTokenizer
 
-    import gearbox.data.corpus  # noqa: F401  what is imported is not counted
+    import gearbox.data.corpus  # noqa: F401  imports are not counted
 
     datasets.disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -82,6 +88,7 @@ def measure(way: str, path: str) -> None:
 
 
 def main(path: str, num_runs: int) -> None:
+    """Run every way in turns, and print the rates and ratios."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(num_runs):
         for way in WAYS:
@@ -92,7 +99,7 @@ def main(path: str, num_runs: int) -> None:
             num_tokens, seconds = json.loads(done.stdout.splitlines()[-1])
             found[way].append(num_tokens / seconds)
     ours = found["gearbox"]
-    print(f"{Path(path).name}, {num_runs} runs each in turns, {len(os.sched_getaffinity(0))} cores: tokens a second")
+    print(f"{Path(path).name}, {num_runs} runs each in turns, {len(os.sched_getaffinity(0))} cores: tokens per second")
     for way, rates in found.items():
         ratios = [a / b for a, b in zip(ours, rates, strict=True)]
         print(

@@ -1,6 +1,8 @@
-"""What a checkpoint costs: the stall of an asynchronous save against a synchronous one, and the memory it takes.
+"""Measure the cost of a checkpoint: the stall of asynchronous and synchronous saves, and the memory of a save.
 
-python benchmarks/saving.py     after `make smollm2`; writes nothing but figures to the screen
+Usage: python benchmarks/saving.py
+
+It needs `make smollm2`, and only prints figures.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ begin = checkpointer.Checkpointer._start_save
 
 
 def synchronous(self: checkpointer.Checkpointer, state: TrainState) -> None:
-    """A save that training waits for."""
+    """Save, and make training wait for it."""
     begin(self, state)
     self._wait()
 
 
 def stalls(folder: Path, name: str) -> list[float]:
-    """Seconds of each save between the first (which allocates the buffer) and the last (for which all wait)."""
+    """Return the stall in seconds of each save but the first and the last.
+
+    The first save allocates the buffer, and all ranks wait for the last.
+    """
     outcome = run_ranks(
         "fsdp",
         ["recipes/smollm2_135m.yaml", f"data.path={folder}/chats.jsonl", f"run.dir={folder}/runs", f"run.name={name}",
@@ -59,7 +64,10 @@ def stalls(folder: Path, name: str) -> list[float]:
 
 
 def memory(folder: Path) -> None:
-    """Largest growth of a rank's memory while it saves, beside its shard, for a random model of a billion weights."""
+    """Print the size of each rank's shard and the largest growth of its memory during a save.
+
+    The model has a billion random weights.
+    """
     model = folder / "billion"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(BILLION))
@@ -98,6 +106,7 @@ def memory(folder: Path) -> None:
 
 
 def main() -> None:
+    """Measure the stalls of both kinds of save in turns, then the memory."""
     with tempfile.TemporaryDirectory(dir=ROOT / "models") as name:
         folder = Path(name)
         make_chats(folder / "chats.jsonl")
