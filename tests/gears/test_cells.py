@@ -7,7 +7,7 @@ import pytest
 
 from gearbox.config.gear import gear_names
 from support import matrix
-from support.gears import disk_operations_are_built
+from support.gears import why_no_disk_operations
 from support.ranks import skip_loading_back
 
 pytestmark = [pytest.mark.long, pytest.mark.cells, pytest.mark.ranks]
@@ -33,8 +33,8 @@ def running(tmp_path_factory):
 @pytest.mark.parametrize(("gear", "method"), [*DIAGONAL, *ROTATING])
 def test_a_cell_matches_the_table(running, monkeypatch, gear, method):
     """Fix what broke if this fails, or rebuild the table (make matrix)."""
-    if gear == "zero3_nvme" and not disk_operations_are_built():
-        pytest.skip("DeepSpeed would build its disk operations, which takes minutes; make matrix builds them")
+    if gear == "zero3_nvme" and (reason := why_no_disk_operations()):
+        pytest.skip(reason)
     skip_loading_back(monkeypatch)
     cell = running.cell(gear, method)
     assert cell.mark == matrix.read_table()[gear, method], cell.why

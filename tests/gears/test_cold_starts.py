@@ -5,7 +5,7 @@ import yaml
 
 from gearbox import ROOT
 from support.cold import last_line, shell, small
-from support.gears import disk_operations_are_built
+from support.gears import why_no_disk_operations
 
 pytestmark = pytest.mark.cold
 
@@ -14,8 +14,8 @@ GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"
 
 @pytest.mark.parametrize("gear", GEARS)
 def test_every_gear(tmp_path, chats, gear):
-    if gear == "zero3_nvme" and not disk_operations_are_built():
-        pytest.skip("DeepSpeed would build its disk operations, which takes minutes; make matrix builds them")
+    if gear == "zero3_nvme" and (reason := why_no_disk_operations()):
+        pytest.skip(reason)
     if gear == "ring":
         outcome = shell(
             f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"

@@ -1,5 +1,6 @@
-"""Shipped gears, changed; and what this machine lacks for one."""
+"""Write variants of the shipped gears, and check whether zero3_nvme can run on this machine."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ BF16_JSON = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
 
 
 def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **changes) -> Path:
-    """A shipped gear with changes (None removes a key), and its JSON with others, in a folder of their own."""
+    """Write a shipped gear with changes to its YAML (None removes a key) and to its DeepSpeed JSON; return its path."""
     settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text()) | changes
     settings = {key: value for key, value in settings.items() if value is not None}
     if zero_json is not None:
@@ -23,7 +24,21 @@ def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **ch
     return path
 
 
-def disk_operations_are_built() -> bool:
-    from torch.utils.cpp_extension import _get_build_directory
+@functools.cache
+def why_no_disk_operations() -> str:
+    """Return why zero3_nvme cannot run here within seconds, or "" if it can.
 
-    return Path(_get_build_directory("async_io", verbose=False), "async_io.so").is_file()
+    DeepSpeed compiles two modules at the first start and keeps them. At every start it also links a program with
+    libaio, and looks for ninja: the compiled modules are not enough.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
+
+    if not is_ninja_available() or not AsyncIOBuilder().is_compatible(verbose=False):
+        return (
+            "DeepSpeed's disk operations need libaio, a compiler and ninja: apt-get install libaio-dev g++ ninja-build"
+        )
+    modules = [Path(_get_build_directory(name, verbose=False), f"{name}.so") for name in ("pin_memory", "async_io")]
+    if not all(module.is_file() for module in modules):
+        return "DeepSpeed would compile its disk operations, which takes minutes; make matrix compiles them"
+    return ""
