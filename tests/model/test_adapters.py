@@ -1,4 +1,4 @@
-"""Adapters and added tokens: what is adapted, and what does not fit is refused by name."""
+"""Test adapters and added tokens: which layers are adapted, and that mismatches are refused by name."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def adapter(train, folder, tmp_path):
-    """A copy of one that a run has saved, to be spoilt."""
+    """Return a copy of a run's saved adapter, which a test may damage."""
     started = folder / "started"
     if not started.exists():
         given = (f"model.name={folder / 'tied'}", "model.init=pretrained", "run.rehearse=false", "optim.lr=1e-2")
@@ -66,9 +66,9 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(adapter, folder):
     rows = {name: t + 1 for name, t in kept.items() if "base_layer" in name}
     save_file(kept | rows, adapter / adapters.WEIGHTS)
     made = dict(loaded(folder / "tied", recipe_with(adapter, tokens)).named_parameters())
-    assert rows and all(torch.equal(made[name], t) for name, t in rows.items()), "its own rows, not their mean anew"
+    assert rows and all(torch.equal(made[name], t) for name, t in rows.items()), "the saved rows, not a new mean"
     save_file(kept | {"base_model.model.model.layers.7.mlp.lora_A.weight": torch.zeros(1)}, adapter / adapters.WEIGHTS)
-    with pytest.raises(UserError, match=r"there is no \S+layers\.7"):
+    with pytest.raises(UserError, match=r"the model has no \S+layers\.7"):
         loaded(folder / "tied", recipe_with(adapter, tokens))
 
 
@@ -78,7 +78,7 @@ def test_other_tokens_than_it_was_trained_with_are_refused(adapter, folder):
             loaded(folder / "tied", recipe_with(adapter, f"model.add_tokens={given}"))
     plain = {n: t for n, t in load_file(adapter / adapters.WEIGHTS).items() if "lora_" in n}
     save_file(plain, adapter / adapters.WEIGHTS)
-    with pytest.raises(UserError, match="was trained without added tokens; take them out, or train a new adapter"):
+    with pytest.raises(UserError, match="was trained without added tokens; remove them, or train a new adapter"):
         loaded(folder / "tied", recipe_with(adapter, *ADDED_TOKENS))
 
 
@@ -151,7 +151,9 @@ def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"'org/x' is not a local folder; for a Hub adapter, also set adapter\.method"):
         recipe_with(adapter, "adapter.path=org/x")
     recipe = recipe_with(adapter, "adapter.path=org/x", "adapter.method=lora")
-    with pytest.raises(UserError, match=r"adapter.path: 'org/x' is neither a folder here nor to be had from the hub"):
+    with pytest.raises(
+        UserError, match=r"adapter.path: 'org/x' is not a local folder and could not be downloaded from the Hub"
+    ):
         adapters.download_adapter(recipe)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(adapter))
     brought = adapters.download_adapter(recipe).adapter
@@ -163,12 +165,12 @@ def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.add_tokens=[<|end|>]"], "model.add_tokens: '<|end|>' is a token of .* already; take it out"),
+        (["model.add_tokens=[<|end|>]"], "model.add_tokens: '<|end|>' is already a token of .*; remove it"),
         (["adapter.method=lora", "adapter.targets=[nothing_such]"], r"adapter\.targets: .*nothing_such"),
-        (["adapter.method=dora", "adapter.targets=[q_proj, lm_head]"], "take the head out, or use adapter.method=lora"),
+        (["adapter.method=dora", "adapter.targets=[q_proj, lm_head]"], "remove the head, or use adapter.method=lora"),
     ],
 )
-def test_what_only_the_model_can_tell(folder, overrides, said):
+def test_errors_that_need_the_loaded_model(folder, overrides, said):
     recipe = recipe_with(folder / "tied", "adapter.path=null", *overrides)
     with pytest.raises(UserError, match=said):
         loaded(folder / "tied", recipe)
@@ -202,7 +204,7 @@ def test_rslora_scales_by_the_root_of_the_rank(folder, rslora, scaling):
 
 
 def test_dropout_on_an_adapted_head_is_drawn_once(folder):
-    """Recomputed in the backward pass, the head must drop what it dropped: else the gradient is of another loss."""
+    """The backward pass recomputes the head and must drop the same values, or the gradient is wrong."""
     given = ("adapter.path=null", "adapter.method=lora", "adapter.targets=[lm_head]", "adapter.dropout=0.5")
     made = loaded(folder / "untied", recipe_with(folder / "untied", *given))
     weight = made.get_output_embeddings().lora_B["default"].weight

@@ -1,4 +1,4 @@
-"""Loading models and tokenizers, and refusing what could run code."""
+"""Test that models and tokenizers load, and that anything that could run code is refused."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TINY = Model(name=str(ROOT / "recipes/tiny"))
 
 
 def caused_by(kind: type[Exception]) -> Exception:
-    """The OSError that transformers raises, with the hub's own error behind it."""
+    """Return the OSError that transformers raises, with an error of huggingface_hub as its cause."""
     error = OSError("transformers' page of advice")
     error.__cause__ = kind.__new__(kind)
     return error
@@ -31,13 +31,13 @@ def caused_by(kind: type[Exception]) -> Exception:
     ("error", "said"),
     [
         (caused_by(GatedRepoError), "is gated: accept its terms at https://huggingface.co/org/x, then export HF_TOKEN"),
-        (caused_by(RepositoryNotFoundError), "the hub has no 'org/x'"),
-        (caused_by(LocalEntryNotFoundError), "is neither on this machine nor can the hub be reached"),
-        (OSError("We couldn't connect to the hub"), "is neither on this machine nor can the hub be reached"),
+        (caused_by(RepositoryNotFoundError), "'org/x' is not on the Hub"),
+        (caused_by(LocalEntryNotFoundError), "is not on this machine and the Hub cannot be reached"),
+        (OSError("We couldn't connect to the hub"), "is not on this machine and the Hub cannot be reached"),
         (ValueError("the file\nis broken"), "cannot be loaded: the file is broken"),
     ],
 )
-def test_why_a_model_cannot_be_had(error, said):
+def test_load_errors_are_explained(error, said):
     text = str(loading.explain_load_error("org/x", error))
     assert said in text
     assert "\n" not in text
@@ -67,23 +67,23 @@ def test_pickled_weights_are_refused_and_do_not_run(tmp_path):
     folder, mark = a_model(tmp_path / "m"), tmp_path / "it-ran"
     (folder / "model.safetensors").unlink()
     torch.save({"w": Payload(mark)}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="has no safetensors weights, and pickled ones could run code"):
+    with pytest.raises(UserError, match="has no safetensors weights, and pickled weights could run code"):
         loaded(folder)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("part", ["config", "tokenizer"])
-def test_code_that_comes_with_a_model_runs_only_where_the_recipe_says_so(tmp_path, part):
+def test_a_models_code_runs_only_if_the_recipe_allows_it(tmp_path, part):
     folder, mark = a_model(tmp_path / "m"), tmp_path / "it-ran"
     code = f"import os\nos.mkdir({str(mark)!r})\nfrom transformers import LlamaConfig\nclass Odd(LlamaConfig):\n"
     (folder / "odd.py").write_text(code + "    model_type = 'odd'\n")
     settings = json.loads((folder / "config.json").read_text()) | {"model_type": "odd"}
     (folder / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoConfig": "odd.Odd"}}))
     if part == "config":
-        with pytest.raises(UserError, match="brings Python code of its own; read it"):
+        with pytest.raises(UserError, match="comes with Python code; read it"):
             loading.load_config(Model(name=str(folder)), rehearse=False)
         assert not mark.exists()
-        with pytest.raises(UserError, match="not a causal language model"):  # its code has run, and told what it is
+        with pytest.raises(UserError, match="not a causal language model"):  # its code has run and registered a config
             loading.load_config(Model(name=str(folder), trust_remote_code=True), rehearse=False)
         assert mark.exists()
     else:
@@ -101,7 +101,7 @@ def test_code_that_comes_with_a_model_runs_only_where_the_recipe_says_so(tmp_pat
         "{% for x in [].__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
     ],
 )
-def test_a_chat_template_does_not_get_out_of_its_sandbox(tmp_path, escape):
+def test_a_chat_template_cannot_leave_its_sandbox(tmp_path, escape):
     mark = tmp_path / "it-ran"
     path = tmp_path / "escape.jinja"
     path.write_text(escape.replace("MARK", str(mark)))
@@ -111,10 +111,10 @@ def test_a_chat_template_does_not_get_out_of_its_sandbox(tmp_path, escape):
     assert not mark.exists()
 
 
-def test_trusting_code_is_said_loudly(train):
+def test_trusting_code_prints_a_warning(train):
     outcome = train("single", "model.trust_remote_code=true")
     assert outcome.codes == [0]
-    assert "WARNING: model.trust_remote_code runs the code that comes with recipes/tiny" in outcome.output
+    assert "WARNING: model.trust_remote_code runs the code shipped with recipes/tiny" in outcome.output
 
 
 def test_a_saved_model_answers(train, capsys):

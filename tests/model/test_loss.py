@@ -1,4 +1,4 @@
-"""Guards what real models compute: the loss of plain cross entropy without full logits, document by document."""
+"""Test the loss on real models: equal to plain cross entropy, without full logits, isolated by document."""
 
 from copy import deepcopy
 
@@ -36,7 +36,7 @@ def make(family: str, attention: str = "eager") -> torch.nn.Module:
 
 
 def adapted(model: torch.nn.Module) -> torch.nn.Module:
-    """With adapters that do something: their second half starts at zero otherwise."""
+    """Return the model with LoRA adapters. Draw their B matrices, which would otherwise start at zero."""
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -54,7 +54,7 @@ def batch():
 
 
 def plain(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the cross entropy on the usual logits, and the logits."""
+    """Return the sum of the cross entropy on the usual logits, and the logits."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), logits
 
@@ -93,16 +93,16 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch,
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Granite", "Cohere"])
-def test_these_families_have_another_loss_without_their_scale_or_cap(monkeypatch, batch, family):
+def test_without_scale_or_cap_these_families_have_a_different_loss(monkeypatch, batch, family):
     right = plain(make(family), batch)[0]
     monkeypatch.setattr(loss, "_logit_shape", lambda config: (1.0, None))
     unshaped = make(family)
     loss.install_loss(unshaped)
-    assert abs(unshaped(**batch) / right - 1) > 0.01, "the test above could not see it"
+    assert abs(unshaped(**batch) / right - 1) > 0.01, "otherwise the test above would prove nothing"
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_without_labels_the_model_is_what_it_was(batch, method):
+def test_without_labels_the_model_is_unchanged(batch, method):
     untouched = make("Gemma2") if method == "full" else adapted(make("Gemma2"))
     installed = deepcopy(untouched)
     loss.install_loss(installed)
@@ -114,7 +114,7 @@ def test_without_labels_the_model_is_what_it_was(batch, method):
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returned."""
+    """A counter of the elements of the largest tensor that any operation returns."""
 
     numel = 0
 
@@ -145,7 +145,7 @@ def test_the_full_logits_are_never_made(monkeypatch, training):
 
 @pytest.fixture(params=["sdpa", "eager"])
 def packed(request):
-    """A model, and seven documents in two rows."""
+    """Return a model, and seven documents in two rows."""
     made = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY)
     assert len(made.rows(32)) == 2
     return make("Llama", request.param).eval(), made
@@ -156,7 +156,7 @@ def logits_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return model(input_ids=batch["input_ids"], position_ids=batch.get("position_ids"), use_cache=False).logits
 
 
-def test_documents_of_a_row_do_not_see_each_other(packed):
+def test_documents_of_a_row_are_isolated(packed):
     model, made = packed
     batch = made.rows(32).batch([0, 1])
     usual = logits_of(model, batch)
@@ -169,7 +169,7 @@ def test_documents_of_a_row_do_not_see_each_other(packed):
 
 
 def whole(model: torch.nn.Module, made: Made, row_tokens: int, packing: bool) -> tuple[torch.Tensor, dict]:
-    """The loss of each document, and the gradient of their sum, in one batch."""
+    """Return the loss of each document, and the gradient of their sum, in one batch."""
     rows = made.rows(row_tokens, packing=packing)
     batch = rows.batch(list(range(len(rows))))
     documents = batch.pop("chunk_ids")
@@ -203,7 +203,7 @@ def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_ti
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_probe_sees_whether_documents_see_each_other(attention):
+def test_the_probe_detects_a_packing_leak(attention):
     model = make("Llama", attention)
     batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1, None])
     loss.install_loss(model)
@@ -219,8 +219,8 @@ def test_the_probe_sees_whether_documents_see_each_other(attention):
     ("family", "settings"),
     [("Lfm2", {"layer_types": ["conv", "full_attention"]}), ("Mamba", {"state_size": 4})],
 )
-def test_the_probe_sees_what_runs_through_a_row_whatever_the_positions_say(family, settings):
-    """Convolutions and states along the row, which these families do not restart."""
+def test_the_probe_detects_layers_that_ignore_positions(family, settings):
+    """These families do not restart their convolutions and states at a document's first token."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**SMALL | settings))
     loss.install_loss(model)
@@ -230,7 +230,7 @@ def test_the_probe_sees_what_runs_through_a_row_whatever_the_positions_say(famil
 
 @pytest.fixture
 def gemma(tmp_path, tokenizer):
-    """A family without sdpa, with capped logits."""
+    """Return the folder of a model from a family without sdpa and with capped logits."""
     config = transformers.Gemma2Config(
         vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5, initializer_range=0.5,
@@ -240,7 +240,7 @@ def gemma(tmp_path, tokenizer):
     return tmp_path / "gemma"
 
 
-def test_a_second_family_trains_alike(train, gemma):
+def test_a_second_family_trains_the_same_on_all_gears(train, gemma):
     given = (f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
     alone, shared = train("single", *given), train("fsdp", *given, ranks=2)
     assert set(alone.codes + shared.codes) == {0}, alone.output + shared.output
@@ -251,4 +251,4 @@ def test_unknown_logits_are_refused(train, gemma, monkeypatch):
     monkeypatch.setattr(loss, "_logit_shape", lambda config: (1.0, None))
     outcome = train("single", f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
     assert outcome.codes == [2]
-    assert "shapes its logits in a way that Gearbox does not know" in outcome.output
+    assert "this family transforms its logits in an unknown way" in outcome.output

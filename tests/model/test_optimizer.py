@@ -1,4 +1,4 @@
-"""Guards the optimizer: the rate of each step, what decays, and that bitsandbytes' can step on shards."""
+"""Test the optimizer: the learning rate of each step, weight decay, and bitsandbytes' AdamW against torch's."""
 
 from copy import deepcopy
 
@@ -51,8 +51,8 @@ def test_biases_norms_and_frozen_weights_do_not_decay():
 
 
 @pytest.mark.parametrize("name", ["adamw", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"])
-def test_bitsandbytes_adamw_is_torchs(name):
-    """On a CPU too; 8 bits are near."""
+def test_bitsandbytes_adamw_equals_torchs(name):
+    """This also holds on a CPU. The 8-bit optimizers are close but not equal."""
     torch.manual_seed(0)
     ours = torch.nn.Linear(64, 128)
     theirs = deepcopy(ours)

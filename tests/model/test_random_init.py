@@ -1,4 +1,4 @@
-"""Random weights, and the narrow copy of an architecture for a rehearsal."""
+"""Test random weights and the small copy of an architecture for a rehearsal."""
 
 import pytest
 import torch

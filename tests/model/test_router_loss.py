@@ -1,4 +1,4 @@
-"""The balance of experts: its loss and gradient are those of its definition, in any micro batch."""
+"""Test the load-balancing loss: value and gradient follow the definition, in any micro-batch."""
 
 import peft
 import pytest
@@ -26,7 +26,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, torch.Tensor]:
-    """Three rows: full, padded behind its last target, without any target."""
+    """Return three rows: a full one, one padded after its last target, and one without targets."""
     torch.manual_seed(1)
     labels = torch.randint(1, 260, (3, 19)).masked_fill(torch.rand(3, 19) < 0.3, IGNORE_INDEX)
     labels[1, 11:] = IGNORE_INDEX
@@ -37,7 +37,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross entropy and the unbalance, token by token and expert by expert, from transformers' own outputs."""
+    """Return cross entropy and imbalance from transformers' outputs, token by token and expert by expert."""
     given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     outputs = untouched(**given, output_router_logits=True)
     assert len(outputs.router_logits) == LAYERS
@@ -60,8 +60,8 @@ def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[t
 
 @pytest.mark.parametrize("asked", [None, 0.5, 0])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_loss_is_cross_entropy_and_the_weighted_unbalance(family, batch, asked, checkpointing):
-    entropy, unbalance = plain(make(family), batch)
+def test_the_loss_is_cross_entropy_and_the_weighted_imbalance(family, batch, asked, checkpointing):
+    entropy, imbalance = plain(make(family), batch)
     installed = make(family)
     loss.install_loss(installed, asked)
     if checkpointing:
@@ -69,22 +69,22 @@ def test_the_loss_is_cross_entropy_and_the_weighted_unbalance(family, batch, ask
     weight = WEIGHT if asked is None else asked
     assert router_loss.router_weight(installed) == weight
     found = installed(**batch)
-    assert torch.allclose(found, entropy + weight * unbalance, rtol=1e-5)
-    assert abs(found / entropy - 1) > 1e-3 or not weight, "the test could not see it"
+    assert torch.allclose(found, entropy + weight * imbalance, rtol=1e-5)
+    assert abs(found / entropy - 1) > 1e-3 or not weight, "otherwise the test would prove nothing"
     found.backward()
-    assert router_loss.pop_router_loss(installed).item() == pytest.approx(unbalance.item() if weight else 0, rel=1e-5)
+    assert router_loss.pop_router_loss(installed).item() == pytest.approx(imbalance.item() if weight else 0, rel=1e-5)
     assert router_loss.pop_router_loss(installed).item() == 0
     with torch.no_grad():
         each, _ = installed(**batch)
-    assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation is without it"
+    assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation excludes the router loss"
     probes.check_loss(installed, 260, torch.device("cpu"), tolerance=1e-4)
 
 
-def test_its_gradient_is_that_of_the_plain_one(family, batch):
+def test_its_gradient_equals_the_plain_one(family, batch):
     untouched, installed = make(family), make(family)
     loss.install_loss(installed)
-    entropy, unbalance = plain(untouched, batch)
-    (entropy + WEIGHT * unbalance).backward()
+    entropy, imbalance = plain(untouched, batch)
+    (entropy + WEIGHT * imbalance).backward()
     installed(**batch).backward()
     right = dict(untouched.named_parameters())
     for name, parameter in installed.named_parameters():
@@ -96,8 +96,8 @@ def test_its_gradient_is_that_of_the_plain_one(family, batch):
     assert (ours - others).abs().max() > 1e-3
 
 
-def test_rows_have_the_same_unbalance_in_any_micro_batch(family, batch):
-    """Transformers' own has not: it is one figure of all tokens in a batch."""
+def test_rows_have_the_same_imbalance_in_any_micro_batch(family, batch):
+    """The loss in transformers depends on the micro-batch: it is one value over all tokens."""
     installed = make(family)
     loss.install_loss(installed)
     whole = installed(**batch)
@@ -109,10 +109,10 @@ def test_rows_have_the_same_unbalance_in_any_micro_batch(family, batch):
 
 def test_with_adapters(family, batch):
     adapted = make(family)
-    entropy, unbalance = plain(make(family), batch)
+    entropy, imbalance = plain(make(family), batch)
     adapted = peft.get_peft_model(adapted, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
     loss.install_loss(adapted)
-    assert torch.allclose(adapted(**batch), entropy + WEIGHT * unbalance, rtol=1e-5)
+    assert torch.allclose(adapted(**batch), entropy + WEIGHT * imbalance, rtol=1e-5)
 
 
 def test_a_dense_model_has_none_and_refuses_one():
@@ -121,7 +121,7 @@ def test_a_dense_model_has_none_and_refuses_one():
     loss.install_loss(dense)
     assert router_loss.router_weight(dense) == 0
     loss.install_loss(dense, 0)
-    with pytest.raises(UserError, match=r"model\.router_loss: llama is no mixture of experts .*; set it to null"):
+    with pytest.raises(UserError, match=r"model\.router_loss: llama is not a mixture of experts .*; set it to null"):
         loss.install_loss(dense, 0.01)
 
 
@@ -130,5 +130,5 @@ def test_experts_are_not_quantized(family, tmp_path):
     base = str(tmp_path / "base")
     overrides = [f"model.name={base}", "adapter.method=lora", "model.quantize=nf4"]
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", overrides)
-    with pytest.raises(UserError, match=r"most weights of .* are experts, which would stay"):
+    with pytest.raises(UserError, match=r"quantizes linear layers, but most weights of .* are experts"):
         loading.load(base, recipe, TOKENIZER, "no")

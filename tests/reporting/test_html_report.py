@@ -1,4 +1,4 @@
-"""Guards report.html: every curve is drawn, and text is shown as text."""
+"""Test report.html: it draws every curve and escapes text."""
 
 import html
 import re
@@ -10,16 +10,18 @@ def test_the_report_of_a_run(train, tmp_path):
     outcome = train("ddp", "train.steps=6", "eval.every=2", "eval.fraction=0.2", "eval.samples=2", ranks=2)
     assert set(outcome.codes) == {0}, outcome.output
     page = (outcome.folder / "report.html").read_text()
-    of_experts = "unbalance of the experts"  # which this model has not
+    of_experts = "load imbalance of the experts"  # this model is not a mixture
     assert [title for title in html_report.CURVES if title not in page] == [of_experts]
     drawn = re.findall(r'<polyline points="([^"]*)"', page)
-    assert [len(points.split()) for points in drawn] == [6, 4, 4, 6, 6, 6, 6], "steps, and four looks at the held-out"
+    assert [len(points.split()) for points in drawn] == [6, 4, 4, 6, 6, 6, 6], "six steps, four evaluations"
     heights = [float(point.split(",")[1]) for point in drawn[0].split()]
     losses = outcome.losses
-    assert sorted(range(6), key=lambda i: -heights[i]) == sorted(range(6), key=lambda i: losses[i]), "low is low"
+    assert sorted(range(6), key=lambda i: -heights[i]) == sorted(range(6), key=lambda i: losses[i]), (
+        "a lower loss is drawn lower"
+    )
     trained = [html.unescape(text) for text in re.findall(r"<b>(.*?)</b>", page)]
     assert trained and all(text.endswith("<|end|>") for text in trained)
-    assert page.count("<td>right</td>") == 2 and "documents</td>" in page
+    assert page.count("<td>expected</td>") == 2 and "documents</td>" in page
     assert "http" not in page and "<script" not in page
 
 

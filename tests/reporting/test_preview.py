@@ -1,4 +1,4 @@
-"""Guards what people see of the data: counts that add up, and exactly the supervised tokens marked."""
+"""Test the data preview: the counts add up, and exactly the supervised tokens are marked."""
 
 import json
 import re
@@ -40,12 +40,16 @@ def test_documents_and_counts(call):
     assert len(shown) == 2 and all(
         re.fullmatch(r"<\|user\|>q\d+<\|end\|><\|assistant\|>«é a<\|end\|>»", s) for s in shown
     )
-    facts = {line[:24].strip(): line[24:] for line in lines if re.match(r"(documents|tokens|rows) +\S", line)}
+    facts = {
+        line[:24].strip(): line[24:]
+        for line in lines
+        if re.match(r"(documents|document lengths|packed rows) +\S", line)
+    }
     read, trained, held_out, dropped = (int(n) for n in re.findall(r"\d+", facts["documents"])[:4])
     assert (read, dropped) == (43, 2) and read == trained + held_out + dropped and held_out > 0
     assert "1 no supervised token before the cut" in facts["documents"] and "1 is not JSON" in facts["documents"]
-    assert "1 duplicates" in facts["tokens"]
-    filled, padding = (float(n) for n in re.findall(r"([\d.]+)%", facts["rows"]))
+    assert "1 duplicates" in facts["document lengths"]
+    filled, padding = (float(n) for n in re.findall(r"([\d.]+)%", facts["packed rows"]))
     assert filled + padding == pytest.approx(100, abs=0.11)
 
 
@@ -74,7 +78,7 @@ def test_one_line_of_json_a_document_in_file_order(call, tokenizer):
 
 
 @pytest.mark.cold
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(chat(f"q{i}", "a" * 500)) for i in range(200)))
     line = f"{sys.executable} src/preview.py data.path={path} batch.row_tokens=1024 --json | head -n 1"
@@ -84,7 +88,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 
 @pytest.mark.cold
-def test_mistakes_are_one_line(call):
+def test_user_errors_are_one_line(call):
     for arguments, said in [
         (["--rows", "many"], "usage: python src/preview.py"),
         (["--jsn"], "the arguments are [RECIPE]"),

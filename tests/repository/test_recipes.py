@@ -55,7 +55,7 @@ def test_two_steps(train, path):
     assert config["model"]["quantize"] == asked["model"].get("quantize")
     adapter = (outcome.folder / "model" / "adapter_config.json").exists()
     assert adapter == (config["adapter"]["method"] == "lora")
-    assert "loaded back in a fresh process" in outcome.output
+    assert "reloaded in a fresh process" in outcome.output
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "tiny"], ids=lambda path: path.stem)

@@ -1,1 +1,1 @@
-"""From a recipe to a model, and back to a folder."""
+"""Load a model as the recipe describes, give it the loss and the optimizer, and save it again."""

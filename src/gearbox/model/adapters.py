@@ -1,7 +1,8 @@
-"""Adapters and added tokens: what is put into a loaded model before an engine wraps it.
+"""Add adapters and tokens to a loaded model, before an engine wraps it.
 
-Every gear calls these on the same weights, so all start identically. ZeRO-3 has partitioned the weights already and
-gathers one at a time here. Under FSDP only rank 0 has read them, and what it makes of them is sent to the others.
+Every gear calls these functions on the same weights, so all gears start identically. ZeRO-3 has already partitioned the
+weights and gathers them one at a time here. Under FSDP only rank 0 has read the weights; the other ranks receive its
+result.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 WEIGHTS = "adapter_model.safetensors"
-# Its advice is to share one adapter between tied embeddings, whose two parameters would then be views of one storage:
-# an optimizer steps it twice, and shards of it part.
+# PEFT advises sharing one adapter between tied embeddings. Its two parameters would then be views of one storage: an
+# optimizer updates that storage twice, and its shards diverge.
 warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part of")
 warnings.filterwarnings("ignore", message="Model with `tie_word_embeddings=True` and the tied_target_modules")
 
 
 def download_adapter(recipe: Recipe) -> Recipe:
-    """Download an adapter of the hub. Return the recipe with its folder as adapter.path, and with its settings."""
+    """Download an adapter from the Hub. Return the recipe with its folder as adapter.path and with its settings."""
     path = recipe.adapter.path
     if path is None or Path(path).is_dir():
         return recipe
@@ -52,23 +53,24 @@ def download_adapter(recipe: Recipe) -> Recipe:
         raise UserError(str(error)) from None
     except Exception as error:
         raise UserError(
-            f"adapter.path: {path!r} is neither a folder here nor to be had from the hub: {one_line(error, 200)}"
+            f"adapter.path: {path!r} is not a local folder and could not be downloaded from the Hub: "
+            f"{one_line(error, 200)}"
         ) from None
     return recipe.model_copy(update={"adapter": adapter.model_copy(update={"path": folder})})
 
 
 def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise UserError where the adapter at adapter.path was trained with other added tokens than the recipe gives."""
+    """Raise UserError if the recipe's added tokens differ from those of the adapter at adapter.path."""
     if recipe.adapter.path is None:
         return
     folder, given = Path(recipe.adapter.path), recipe.model.add_tokens
     with safe_open(folder / WEIGHTS, "pt") as file:
-        has_rows = any("lora_" not in name for name in file.keys())  # noqa: SIM118  it is no mapping
+        has_rows = any("lora_" not in name for name in file.keys())  # noqa: SIM118  not a mapping
     if not has_rows:
         if given:
             raise UserError(
-                f"model.add_tokens: the adapter in {folder} was trained without added tokens; take them out, or train "
-                "a new adapter (adapter.path=null)"
+                f"model.add_tokens: the adapter in {folder} was trained without added tokens; remove them, or train a "
+                "new adapter (adapter.path=null)"
             )
         return
     saved_ids = transformers.AutoTokenizer.from_pretrained(folder).get_added_vocab()
@@ -76,14 +78,14 @@ def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
     added = [token for token in sorted(saved_ids, key=lambda token: saved_ids[token]) if token not in known]
     if added != given:
         raise UserError(
-            f"model.add_tokens: is {given}, but the adapter in {folder} was trained with {added}; give these"
+            f"model.add_tokens: is {given}, but the adapter in {folder} was trained with {added}; use those"
         )
 
 
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
-    """Give each token a row of the embedding and of the head: the mean of all others. The tokenizer has it already.
+    """Give each token a row of the embedding and of the head, initialized with the mean of all other rows.
 
-    Rows that the model has to spare, as padding, are taken first.
+    The tokenizer must already have the tokens. Padding rows of the embedding are used before it is resized.
     """
     if not tokens:
         return
@@ -93,13 +95,13 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, token
     if max(ids) >= model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    for parameter in {id(p): p for layer in layers for p in layer.parameters()}.values():  # tied ones once
+    for parameter in {id(p): p for layer in layers for p in layer.parameters()}.values():  # tied parameters only once
         with gather_params_ctx(parameter):
             parameter.data[ids] = parameter.data[: min(ids)].float().mean(0).to(parameter.dtype)
 
 
 def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
-    """Freeze the model, and return it with a new adapter or the one at adapter.path, which is trained."""
+    """Freeze the model, and return it with a trainable adapter: a new one or the one at adapter.path."""
     import peft
 
     adapter = recipe.adapter
@@ -107,7 +109,7 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
     linear_layers = _linear_layers(model)
     try:
         if pipeline_stages.is_stage(model):
-            # Decides for all stages what all-linear means: one rank saves the config.
+            # Resolves all-linear for all stages at once, since one rank saves the config.
             peft.get_peft_model(pipeline_stages.meta_model(model.config), config)
         adapted = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -115,16 +117,16 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
     _init_adapter(adapted, recipe.train.seed)
     if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
         raise UserError(
-            "adapter.targets: DoRA divides by the norm of each of the head's rows, and those of padding are zero; take "
-            "the head out, or use adapter.method=lora"
+            "adapter.targets: DoRA divides by the norm of each head row, which is 0 for padding; remove the head, or "
+            "use adapter.method=lora"
         )
     if adapter.path is not None:
         modules = {name.removeprefix("base_model.model.") for name, _ in adapted.named_modules()}
         left_out = [name for name in linear_layers if f"{name}.base_layer" not in modules]
         if adapter.targets == "all-linear" and left_out:
             raise UserError(
-                f"adapter.targets: is all-linear, but the adapter in {adapter.path} leaves out {left_out[0]}; take the "
-                "key out"
+                f"adapter.targets: is all-linear, but the adapter in {adapter.path} leaves out {left_out[0]}; remove "
+                "the key"
             )
         _load_adapter_weights(adapted, Path(adapter.path))
     _keep_tied(model)
@@ -132,14 +134,14 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
 
 
 def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
-    """Return PEFT's config of the adapter: of a new one by the recipe, else of the one at adapter.path."""
+    """Return PEFT's config: from adapter.path if it is set, otherwise built from the recipe."""
     import peft
 
     adapter = recipe.adapter
     if adapter.path is not None:
         config = peft.PeftConfig.from_pretrained(adapter.path)
         config.inference_mode, config.init_lora_weights = False, True
-        config.base_model_name_or_path = None  # a base has other names elsewhere; whether it fits, its shapes say
+        config.base_model_name_or_path = None  # the base may have a different name here; its shapes are checked instead
     else:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -154,9 +156,9 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
 
 
 def _init_adapter(model: PeftModel, seed: int) -> None:
-    """Draw first values that follow from the seed and the module's name, whichever other modules this rank has.
+    """Draw initial values from the seed and each module's name, so that every gear draws the same values.
 
-    PEFT draws from the same distributions, but in the order of modules. A rank may hold a stage, or shards of layers.
+    PEFT uses the same distributions but draws in module order. A rank may hold only one stage, or shards of layers.
     """
     for name, module in model.named_modules():
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) >> 1)
@@ -168,14 +170,14 @@ def _init_adapter(model: PeftModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of what all-linear means: every linear layer but the output head."""
+    """Return the names of the layers that all-linear means: every linear layer except the output head."""
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
     head = model.get_output_embeddings()
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
 
 
 def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:
-    """Return adapter.targets; with added tokens also the embedding and the head, else their new rows stay the mean."""
+    """Return adapter.targets. With added tokens, include the embedding and the head to train the new rows."""
     targets = recipe.adapter.targets
     if not recipe.model.add_tokens:
         return targets
@@ -187,7 +189,7 @@ def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:
 
 
 def _load_adapter_weights(model: PeftModel, folder: Path) -> None:
-    """Replace the adapter's weights by those in `folder`. Raises UserError unless all fit."""
+    """Replace the adapter's weights with those in `folder`. Raise UserError unless all of them fit."""
     import peft
 
     refusal = f"adapter.path: {folder} does not fit the model"
@@ -201,7 +203,7 @@ def _load_adapter_weights(model: PeftModel, folder: Path) -> None:
     missing = [name for name in result.missing_keys if name in parameters and parameters[name].requires_grad]
     problems = [
         *(f"it lacks {name}" for name in missing),
-        *(f"there is no {name}" for name in result.unexpected_keys),
+        *(f"the model has no {name}" for name in result.unexpected_keys),
         *_copy_frozen(parameters, frozen),
     ]
     if problems:
@@ -209,7 +211,7 @@ def _load_adapter_weights(model: PeftModel, folder: Path) -> None:
 
 
 def _weights_of_stage(model: PeftModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights without those of other stages of a pipeline."""
+    """Return the weights that belong to this stage of a pipeline, or all weights without a pipeline."""
     if not pipeline_stages.is_stage(model):
         return weights
     all_layers = pipeline_stages.meta_model(model.config).named_modules()
@@ -218,24 +220,24 @@ def _weights_of_stage(model: PeftModel, weights: dict[str, torch.Tensor]) -> dic
 
 
 def _copy_frozen(parameters: dict[str, nn.Parameter], frozen: dict[str, torch.Tensor]) -> list[str]:
-    """Copy a saved embedding or head, which the added tokens made longer. Return what does not fit."""
+    """Copy the saved embedding and head, which have rows for added tokens. Return a list of mismatches."""
     from peft.utils.integrations import gather_params_ctx
 
     problems = []
     for name, tensor in frozen.items():
         if name not in parameters:
-            problems.append(f"there is no {name}")
+            problems.append(f"the model has no {name}")
             continue
         with gather_params_ctx(parameters[name]):
             if parameters[name].shape == tensor.shape:
                 parameters[name].data.copy_(tensor)
             else:
-                problems.append(f"{name} is {list(tensor.shape)} there, {list(parameters[name].shape)} here")
+                problems.append(f"{name} is {list(tensor.shape)} there, but {list(parameters[name].shape)} here")
     return problems
 
 
 def _keep_tied(model: PreTrainedModel) -> None:
-    """Tie an embedding to a head where both are adapted: transformers' own way knows no weights below adapters."""
+    """Keep an adapted embedding and an adapted head tied. transformers cannot tie weights below adapters."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:
 
@@ -246,7 +248,7 @@ def _keep_tied(model: PreTrainedModel) -> None:
 
 
 def saved_frozen_names(model: PreTrainedModel | PeftModel, recipe: Recipe) -> set[str]:
-    """Return names of the frozen parameters that an adapter is saved with: those with rows of added tokens."""
+    """Return the names of the frozen parameters saved with an adapter: those with rows for added tokens."""
     if recipe.adapter.method == "none" or not recipe.model.add_tokens:
         return set()
     base_model = without_adapter(model)

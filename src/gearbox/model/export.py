@@ -1,4 +1,4 @@
-"""The folder that from_pretrained loads."""
+"""Save a model or an adapter in a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def save(
     dtype: torch.dtype,
     folder: Path,
 ) -> None:
-    """Write what `from_pretrained` loads: the full model, or the adapter alone. `tensors` are full, on the CPU.
+    """Write the full model, or only the adapter, in a folder that `from_pretrained` loads.
 
-    All ranks of a sharded model must call this with their own iterator; only the rank that is given tensors writes.
-    A full model is cast to dtype, tensor by tensor; an adapter keeps its own. `source` is what an adapter was trained
-    upon. The folder appears at once, by a rename.
+    `tensors` are unsharded, on the CPU. All ranks of a sharded model must call this with their own iterator. Only the
+    rank that receives tensors writes. A full model is cast to `dtype`, tensor by tensor; an adapter keeps its dtype.
+    `source` is the base of the adapter. A rename makes the complete folder appear at once.
     """
     is_adapter = without_adapter(model) is not model
     weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
@@ -48,23 +48,23 @@ def save(
             model.config.dtype = dtype
             model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while its model was asked
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
 
 
 def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
-    """Write an adapter with its config, in PEFT's format."""
+    """Write an adapter and its config in PEFT's format."""
     if pipeline_stages.is_stage(model):
         import peft
 
-        # Of the weights it is given PEFT writes only those for which the model has adapters: let it be the full model.
+        # PEFT writes only weights for which the model has adapters, so give it the full model.
         model = peft.get_peft_model(pipeline_stages.meta_model(model.config), model.peft_config["default"])
     model.peft_config["default"].base_model_name_or_path = source
-    # "auto" would ask the hub for the size of the base's vocabulary.
+    # "auto" would ask the Hub for the size of the base's vocabulary.
     has_rows = any("lora_" not in name for name in weights)
     model.save_pretrained(folder, state_dict=weights, save_embedding_layers=has_rows)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype in which a checkpoint's weights are stored, and in which the trained ones are saved."""
+    """Return the dtype of the weights in a pretrained checkpoint, which is also the dtype of the saved model."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

@@ -1,4 +1,4 @@
-"""Tokenizer, config and weights, quantization and adapters: from a recipe to a model."""
+"""Load the tokenizer, config and weights that a recipe names, with quantization and adapters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from gearbox.model import adapters, loss
 if TYPE_CHECKING:
     from peft import PeftModel
 
-# At its import, on CPUs with AVX512-BF16, it asks for a kernel from the hub, of which `_keep_storage` has no use.
+# On CPUs with AVX512-BF16, bitsandbytes asks at import for a kernel from the Hub. `_keep_storage` makes it unnecessary.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; a UserError says the outcome in one line
-transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT asks for it
-# PEFT's own patterns for the experts of a mixture, which it applies nevertheless.
+logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a UserError reports the result
+transformers.utils.logging.disable_progress_bar()  # every rank would draw one
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT triggers it
+# PEFT warns about its own patterns for the experts of a mixture, but applies them.
 warnings.filterwarnings(
     "ignore", category=RuntimeWarning, message=".*_pattern keys did not match any targeted module.*"
 )
@@ -46,10 +46,10 @@ ARCHITECTURES = ROOT / "recipes" / "architectures"
 
 
 def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer with the recipe's added tokens, and the chat template of a file if one is given.
+    """Return the model's tokenizer with the recipe's added tokens, and with the chat template of a file if given.
 
-    Added tokens are no special tokens: those are removed from answers, where a parser looks for the added ones.
-    A rehearsal of a model that is not on this machine takes the tokenizer of recipes/tiny.
+    Added tokens are not special tokens. Special tokens are removed from answers, but a parser needs the added ones.
+    A rehearsal of a model that is not on this machine uses the tokenizer of recipes/tiny.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
@@ -59,18 +59,18 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
         tokenizer = AutoTokenizer.from_pretrained(TINY)
     if not tokenizer.is_fast:
         raise UserError(
-            f"model.name: {model.name!r} has a slow tokenizer, which cannot say where its tokens lie in the text"
+            f"model.name: {model.name!r} has a slow tokenizer, which does not report the positions of its tokens"
         )
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
-        raise UserError(f"model.add_tokens: {known[0]!r} is a token of {model.name} already; take it out")
+        raise UserError(f"model.add_tokens: {known[0]!r} is already a token of {model.name}; remove it")
     tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
     return tokenizer
 
 
 def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
-    """Return the architecture. A rehearsal never asks the network: folder, cache, or recipes/architectures/."""
+    """Return the model's config. A rehearsal reads a folder, the cache or recipes/architectures/, never the network."""
     try:
         config = AutoConfig.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
     except Exception as error:
@@ -79,8 +79,8 @@ def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
             raise explain_load_error(model.name, error) from None
         if not shipped.is_file():
             raise UserError(
-                f"model.name: a rehearsal needs the architecture of {model.name!r}: it is neither a folder, nor in the "
-                f"cache, nor at {shipped.relative_to(ROOT)}; put the model's config.json there"
+                f"model.name: {model.name!r} is not a local folder and not in the cache; a rehearsal needs its "
+                f"config.json as {shipped.relative_to(ROOT)}"
             ) from None
         config = AutoConfig.from_pretrained(shipped)
     if config.__class__ not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -89,12 +89,12 @@ def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
 
 
 def hub_options(model: Model) -> dict[str, Any]:
-    """Return which revision to load, and whether its code may run: without an answer transformers would prompt."""
+    """Return the revision to load and whether its code may run. Without the latter transformers would prompt."""
     return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
 def explain_load_error(name: str, error: Exception) -> UserError:
-    """Return why a model cannot be loaded, in one line that says what to do."""
+    """Return a UserError that explains in one line why a model cannot be loaded and what to do."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     causes: list[BaseException] = []
@@ -108,21 +108,19 @@ def explain_load_error(name: str, error: Exception) -> UserError:
         )
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return UserError(
-            f"model.name: the hub has no {name!r}; check the spelling, or export HF_TOKEN if it is private"
+            f"model.name: {name!r} is not on the Hub; check the spelling, or export HF_TOKEN if it is private"
         )
     if "trust_remote_code" in str(error):
-        return UserError(
-            f"model.name: {name!r} brings Python code of its own; read it, then set model.trust_remote_code=true"
-        )
+        return UserError(f"model.name: {name!r} comes with Python code; read it, then set model.trust_remote_code=true")
     if "safetensors" in str(error):
         return UserError(
-            f"model.name: {name!r} has no safetensors weights, and pickled ones could run code: convert them in a "
-            "sandbox by AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
+            f"model.name: {name!r} has no safetensors weights, and pickled weights could run code; convert them in a "
+            "sandbox with AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
         )
     offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
     if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
         return UserError(
-            f"model.name: {name!r} is neither on this machine nor can the hub be reached; give a local folder, or "
+            f"model.name: {name!r} is not on this machine and the Hub cannot be reached; give a local folder, or "
             "rehearse with run.rehearse=true"
         )
     return UserError(f"model.name: {name!r} cannot be loaded: {one_line(error)}")
@@ -136,11 +134,11 @@ def load(
     engine_options: dict[str, Any] | None = None,
     stage: pipeline_stages.Stage | None = None,
 ) -> PreTrainedModel | PeftModel:
-    """Return the model to train, its loss installed: with `stage`, only that stage of a pipeline.
+    """Return the model to train with its loss installed; with `stage`, only that stage of a pipeline.
 
-    `precision` is the gear's: no (fp32) or bf16. `engine_options` of from_pretrained are the engine's.
-    Full fine-tuning loads fp32 masters (bf16 if the recipe says so). An adapter's frozen base comes in the precision
-    of the forward pass, and the adapter itself in fp32.
+    `precision` is the gear's: no (fp32) or bf16. `engine_options` are the engine's options of from_pretrained.
+    Full fine-tuning loads fp32 masters, or bf16 masters if the recipe asks for them. With an adapter, the frozen base
+    is loaded in the precision of the forward pass and the adapter in fp32.
     """
     settings, masters = recipe.model, recipe.optim.master_weights
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -149,7 +147,7 @@ def load(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings)}
     options |= engine_options or {}
     if settings.quantize:
-        options["quantization_config"] = _nf4(compute)  # loads onto this rank's device by itself
+        options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
     model = _load_weights(source, settings, options, stage)
     model.config.use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
@@ -164,7 +162,7 @@ def load(
                     parameter.data = parameter.data.to(torch.bfloat16)
     loss.install_loss(model, settings.router_loss)
     if settings.gradient_checkpointing:
-        # Non-reentrant on every gear: it needs no input that requires grad, so frozen bases work under ZeRO-3 too.
+        # Non-reentrant checkpointing needs no input that requires grad, so frozen bases also work under ZeRO-3.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -172,12 +170,12 @@ def load(
 def _load_weights(
     source: str, model: Model, options: dict[str, Any], stage: pipeline_stages.Stage | None
 ) -> PreTrainedModel:
-    """Return the model at `source`, or one stage of it, by from_pretrained with these options."""
+    """Load the model at `source`, or one stage of it, with from_pretrained and these options."""
     model_class = AutoModelForCausalLM
     if stage is not None:
         config = AutoConfig.from_pretrained(source, **hub_options(model))
         model_class = pipeline_stages.stage_class(config, stage)
-        if model.quantize:  # what stays as it is (the head) would be guessed again for each stage
+        if model.quantize:  # otherwise each stage would guess which layers (the head) stay unquantized
             skipped = get_keys_to_not_convert(pipeline_stages.meta_model(config))
             options["quantization_config"].llm_int8_skip_modules = skipped
     try:
@@ -187,7 +185,7 @@ def _load_weights(
 
 
 def _attention(source: str, model: Model) -> str:
-    """Return the attention: of auto sdpa where the family has it (Gemma 2 and gpt-oss have not), else eager."""
+    """Return the attention to use. auto is sdpa if the family supports it, else eager (Gemma 2, gpt-oss)."""
     if model.attention != "auto":
         return model.attention
     config = AutoConfig.from_pretrained(source, **hub_options(model))
@@ -196,21 +194,21 @@ def _attention(source: str, model: Model) -> str:
 
 
 def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
-    """Return the settings of 4-bit weights with double quantization, computed in dtype `compute`."""
+    """Return the settings of 4-bit NF4 weights with double quantization that compute in dtype `compute`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
-        # uint8, the default, is left out of FSDP's sharding without an error.
+        # FSDP silently leaves uint8 storage, the default, unsharded.
         bnb_4bit_quant_storage=compute,
     )
 
 
 def _keep_storage(model: PreTrainedModel) -> None:
-    """Let 4-bit weights keep their storage where the CPU has AVX512-BF16.
+    """Keep the storage of 4-bit weights on CPUs with AVX512-BF16.
 
-    bitsandbytes 0.50 repacks them there at the first evaluation: sharded ones (FSDP2, ZeRO-3) then compute nonsense.
+    bitsandbytes 0.50 repacks them there at the first evaluation. Sharded weights (FSDP2, ZeRO-3) then compute garbage.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -218,17 +216,17 @@ def _keep_storage(model: PreTrainedModel) -> None:
 
 
 def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
-    """Raise UserError where most weights stayed as they were: bitsandbytes quantizes linear layers, and no experts."""
+    """Raise UserError if most weights are experts: bitsandbytes quantizes only linear layers."""
     experts = sum(p.numel() for p in loaded.parameters() if p.dim() > 2)
     if experts > sum(p.numel() for p in loaded.parameters()) / 2:
         raise UserError(
-            f"model.quantize: {model.quantize} is for linear layers, and most weights of {model.name} are experts, "
-            "which would stay as they are; use model.quantize=null: an adapter reaches the experts too"
+            f"model.quantize: {model.quantize} quantizes linear layers, but most weights of {model.name} are "
+            "experts; use model.quantize=null (adapters also reach the experts)"
         )
 
 
 def architecture(source: str, model: Model) -> PretrainedConfig:
-    """Return the config of the weights at `source`. Raises UserError where it cannot be read."""
+    """Return the config of the weights at `source`. Raise UserError if it cannot be read."""
     try:
         return AutoConfig.from_pretrained(source, **hub_options(model))
     except (OSError, ValueError) as error:
@@ -236,9 +234,10 @@ def architecture(source: str, model: Model) -> PretrainedConfig:
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
-    """Return what identifies the frozen weights below an adapter; None where all weights are trained.
+    """Return a text that identifies the frozen weights under an adapter, or None if all weights are trained.
 
-    A folder's weights go by their content, the hub's by their commit. The adapter that training continues is included.
+    Weights in a folder are identified by their content, those from the Hub by their commit. The adapter at adapter.path
+    is included.
     """
     if recipe.adapter.method == "none":
         return None
@@ -254,7 +253,7 @@ def fingerprint(source: str, recipe: Recipe) -> str | None:
 def load_for_answers(
     folder: Path, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
-    """Load a saved model (an adapter with its base) and its tokenizer as a user does, on the CPU or the first GPU."""
+    """Load a saved model, or an adapter with its base, and its tokenizer on the first GPU, or else the CPU."""
     adapter_config = folder / "adapter_config.json"
     settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
     base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
@@ -264,7 +263,7 @@ def load_for_answers(
     if adapter_config.is_file():
         import peft
 
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter brings their rows
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter's folder has their rows
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

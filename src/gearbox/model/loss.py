@@ -1,6 +1,6 @@
-"""The token-exact loss, inside the model's own forward so that every engine's hooks hold.
+"""Compute the token-exact loss inside the model's forward, so that every engine's hooks still run.
 
-Shapes: B rows of a micro batch, T tokens of a row, N tokens of all its rows, H hidden size, V vocabulary.
+Shapes: B rows of a micro-batch, T tokens of a row, N tokens of all rows, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 if TYPE_CHECKING:
     from peft import PeftModel
 
-CHUNK_TOKENS = 1024  # logits held at once: 1,024 x 152,064 (Qwen2.5) in fp32 are 0.6 GB instead of 5 GB for 4 x 2,048
+CHUNK_TOKENS = 1024  # tokens with logits at one time: for Qwen2.5 0.6 GB in fp32 (x 152,064), not 5 GB for 4 x 2,048
 
 
 def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None = None) -> None:
-    """Let `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
+    """Make `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
 
-    For a mixture of experts the sum includes `load_balance_loss` of its routers, times `router_loss`, or times the
-    weight in its config. The model adds it up in `router_sum`, without that weight, until `pop_router_loss`.
+    Labels are already shifted: labels[t] follows position t. Without position_ids each row is one document. Without
+    labels the model is unchanged.
 
-    Without gradients it returns a pair: each token's loss, 0 where it is no target, and whether the most likely token
-    is the target, both [B, T]. Without position_ids each row is one document.
-    Without labels the model stays what it was. Labels are already shifted: labels[t] follows position t.
-    A stage of a pipeline before the last has no head, and returns what it hands on: hidden states [B, T, H].
+    Without gradients the model returns a pair of [B, T] tensors. The first has each token's loss, 0 for tokens that are
+    not targets. The second is True if the most likely token is the target.
+
+    For a mixture of experts the sum includes `load_balance_loss`, times `router_loss` or else the weight in its config.
+    The model accumulates the unweighted loss in `router_sum` until `pop_router_loss`.
+
+    A pipeline stage before the last has no head and returns its hidden states [B, T, H].
     """
     causal_lm = without_adapter(model)
     head = causal_lm.get_output_embeddings()
@@ -53,7 +56,7 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
 def _forward_with_loss(
     usual_forward: Callable[..., ModelOutput], head: nn.Module | None, uses_flash: bool
 ) -> Callable[..., ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """Return a causal language model's forward with a loss in place of logits where labels are given."""
+    """Return a causal language model's forward that returns the loss instead of logits if labels are given."""
 
     def forward(
         self: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
@@ -62,7 +65,7 @@ def _forward_with_loss(
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
         positions = cast("torch.Tensor | None", inputs.get("position_ids"))
-        if uses_flash and positions is not None:  # transformers recognises packed rows for it at batch size 1 only
+        if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
         decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
@@ -86,10 +89,10 @@ def _forward_with_loss(
 def _head_forward_with_loss(
     chunked: ChunkedLoss,
 ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """Return an output head's forward with a loss in place of logits where labels are given.
+    """Return an output head's forward that returns the loss instead of logits if labels are given.
 
-    The head is called once for all chunks: ZeRO-3 and FSDP gather its weight once. The parts of an adapted one are
-    modules too, which ZeRO-3 gathers for each chunk where stage3_max_reuse_distance does not keep them.
+    The head is called once for all chunks, so ZeRO-3 and FSDP gather its weight once. An adapted head contains further
+    modules. ZeRO-3 gathers them for each chunk unless stage3_max_reuse_distance keeps them.
     """
 
     def forward(
@@ -104,23 +107,23 @@ def _head_forward_with_loss(
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """Cross entropy of an output head's logits, which exist for one chunk of tokens at a time."""
+    """A cross entropy that computes an output head's logits for one chunk of tokens at a time."""
 
     usual_forward: Callable[[torch.Tensor], torch.Tensor]
-    """The head's own forward: hidden states [N, H] to logits [N, V]."""
+    """The head's original forward: hidden states [N, H] to logits [N, V]."""
     scale: float
     """Factor of the logits."""
     cap: float | None
-    """Bound of the logits, by tanh."""
+    """Bound that tanh sets on the logits; None for no bound."""
     is_adapted: bool
     """Whether the head has an adapter."""
 
     def total(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of the targets, []. The backward pass computes the logits again.
+        """Return the sum of the targets' losses, []. The backward pass recomputes the logits.
 
         hidden: [N, H]. labels: [N].
         """
-        # Only an adapter may draw numbers here, for its dropout, and must draw them again.
+        # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
         losses = [
             checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=self.is_adapted)
             for h, y in _chunks(hidden, labels)
@@ -128,7 +131,7 @@ class ChunkedLoss:
         return torch.stack(losses).sum()
 
     def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's loss and whether its most likely token is the target, both [N]."""
+        """Return each token's loss and whether the most likely token is the target, both [N]."""
         losses, hits = [], []
         for h, y in _chunks(hidden, labels):
             logits = self._logits(h)
@@ -149,6 +152,6 @@ def _chunks(hidden: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tens
 
 
 def _logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return what some families do to their logits: Cohere multiplies, Granite divides, Gemma caps."""
+    """Return the factor and the cap of the logits. Cohere multiplies them, Granite divides them, Gemma caps them."""
     scale = getattr(config, "logit_scale", None) or 1.0
     return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)

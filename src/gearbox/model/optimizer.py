@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, both by the recipe."""
+"""Create the optimizer and compute the learning rate of each step, as the recipe describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gearbox.config.recipe import Optim, Schedule
 def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Return AdamW over the trainable weights.
 
-    Biases, norms and DoRA's magnitudes are exempt from weight decay: zero is no neutral value of theirs.
+    Biases, norms and DoRA magnitudes are exempt from weight decay, because zero is not a neutral value for them.
     """
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
@@ -30,7 +30,7 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     import bitsandbytes
 
-    # On a CPU a rehearsal takes the same steps in the memory that it has.
+    # On a CPU the optimizer computes the same steps without paging.
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
     bits, paged = 8 if optim.name.endswith("8bit") else 32, optim.name.startswith("paged")
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(
@@ -40,7 +40,7 @@ def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimize
 
 
 def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:
-    """Return the rate of step 0, 1, ...: a pure function, so no engine can advance it at another speed."""
+    """Return the learning rate of step 0, 1, ... This is a pure function, so no engine can advance it wrongly."""
     num_warmup_steps = schedule.num_warmup_steps(num_steps)
     if step < num_warmup_steps:
         return optim.lr * (step + 1) / num_warmup_steps

@@ -1,4 +1,4 @@
-"""Checks on the real model: the loss equals its own, packed documents do not leak."""
+"""Check the real model before training: our loss equals its own, and packed documents do not leak."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gearbox.errors import UserError
 
 
 def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
-    """Compare the loss with plain cross entropy on the model's own logits. Raises UserError where they differ.
+    """Compare the loss with plain cross entropy on the model's own logits. Raise UserError if they differ.
 
-    Families shape their logits in ways that _logit_shape may not know. Every rank runs it, on the wrapped model.
+    Some families transform their logits in ways that _logit_shape does not know. Every rank must call this, on the
+    wrapped model.
     """
     tokens = torch.arange(1, 17, device=device)[None] % num_tokens
     positions = torch.arange(16, device=device)[None]
@@ -29,8 +30,8 @@ def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, to
     theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
     if not abs(ours.sum().item() - theirs) <= tolerance * abs(theirs):
         raise UserError(
-            f"model.name: this family shapes its logits in a way that Gearbox does not know: its own loss is "
-            f"{theirs:.5g}, ours {ours.sum().item():.5g}; extend _logit_shape in src/gearbox/model/loss.py"
+            f"model.name: this family transforms its logits in an unknown way (model's loss {theirs:.5g}, ours "
+            f"{ours.sum().item():.5g}); extend _logit_shape in src/gearbox/model/loss.py"
         )
 
 
@@ -40,11 +41,13 @@ def packing_leak(
     num_tokens: int,
     local_tokens: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]] = nullcontext,
 ) -> torch.Tensor:
-    """Return how far packed documents leak into each other: the largest change of a token's loss, [].
+    """Return how much packed documents affect each other: the largest change of a token's loss, [].
 
-    `batch` is a packed one, in the shape that training uses and on the model's device. The first document of each row
-    gets other tokens; the losses of all others, on which it must have no influence, are compared. Every rank runs it,
-    on the tokens that `local_tokens` leaves it, in training mode: engines treat evaluation differently.
+    `batch` is packed, has the shape used in training, and is on the model's device. The probe changes the tokens of the
+    first document in each row. It then compares the losses of all other documents, which must not change.
+
+    Every rank must call this. Each uses the tokens that `local_tokens` selects. The model stays in training mode,
+    because engines treat evaluation differently.
     """
     documents = batch["chunk_ids"]
     changed = documents == documents[:, :1]
@@ -66,7 +69,7 @@ def packing_leak(
 
 
 def measure_packing_leak(engine: Engine, rows: PackedRows, num_tokens: int) -> float:
-    """Return how far packed documents see each other in a batch of the shape that is trained, on every rank."""
+    """Return the largest packing leak over all ranks, for a batch with the shape used in training."""
     batch = rows.batch(fullest_rows(rows, engine.job.batch.micro_rows))
     on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)

@@ -1,4 +1,4 @@
-"""Random weights, and the narrow copy of an architecture for a rehearsal."""
+"""Draw random weights, and shrink a model's config for a rehearsal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gearbox.world import World
 def shrink_config(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_added: int = 0, num_layers: int = 2
 ) -> PretrainedConfig:
-    """Shrink a config for a rehearsal, in place: few layers, width 64, as many query heads a key head as before.
+    """Shrink a config in place for a rehearsal: few layers, width 64, the same ratio of query to key heads.
 
-    Its vocabulary is the tokenizer's without the added tokens: the model gets their rows like any other.
+    The vocabulary excludes added tokens, because the model gets their rows later, as in a real run.
     """
     heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
     ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -31,7 +31,7 @@ def shrink_config(
         "intermediate_size": 128,
         "num_attention_heads": heads,
         "num_key_value_heads": max(1, heads // ratio),
-        "head_dim": None if hasattr(config, "qk_rope_head_dim") else 64 // heads,  # there it follows from that one
+        "head_dim": None if hasattr(config, "qk_rope_head_dim") else 64 // heads,  # derived from qk_rope_head_dim
         "vocab_size": len(tokenizer) - num_added,
         "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
         "max_window_layers": num_layers,
@@ -51,12 +51,13 @@ def shrink_config(
 
 
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
-    """Write random weights as a folder, which every gear loads like real ones.
+    """Write random weights to a folder that every gear loads like pretrained weights.
 
-    The numbers are exact in bf16, like most of the hub's. ZeRO in bf16 rounds what it loads: its fp32 masters would
-    otherwise start from other weights than another gear's. Atomic; a folder that another process finished first stays.
+    The values are exact in bf16, like most weights on the Hub. ZeRO in bf16 rounds the weights that it loads. Without
+    exact values its fp32 masters would differ from those of other gears. The write is atomic. If another process
+    finishes first, its folder is kept.
     """
-    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share it, and process ids
+    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share a folder and process ids
     transformers.set_seed(seed)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
@@ -73,14 +74,14 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
 def weights_of(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, run_folder: Path, world: World, num_layers: int
 ) -> str:
-    """Return the folder or hub id of the weights to start from. Random ones are drawn once, into the run's folder.
+    """Return the folder or Hub id of the initial weights. Random weights are written once, to the run's folder.
 
-    Those of a rehearsal have num_layers layers. Every rank calls it.
+    A rehearsal's model has `num_layers` layers. Every rank must call this.
     """
     if recipe.model.init == "pretrained":
         return recipe.model.name
     base = run_folder / "base"
-    for is_my_turn in (world.rank == 0, world.rank != 0):  # a machine that does not see rank 0's folder writes its own
+    for is_my_turn in (world.rank == 0, world.rank != 0):  # a machine without access to rank 0's folder writes its own
         if is_my_turn and not base.exists():
             config = loading.load_config(recipe.model, recipe.run.rehearse)
             if recipe.run.rehearse:

@@ -1,4 +1,7 @@
-"""report.html: a run on one page, with what ran, what was trained and its curves. One file, no script, no network."""
+"""Write report.html: one page with a run's settings, curves, answers and sample documents.
+
+The page is a single file without scripts or network access.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from gearbox.redact import redact
 if TYPE_CHECKING:
     from gearbox.reporting.preview import Runs
 
-WIDTH, HEIGHT = 420, 150  # of a curve, in pixels
-MAX_POINTS = 1000  # of a curve; of more, every n-th is drawn
+WIDTH, HEIGHT = 420, 150  # pixels of one figure
+MAX_POINTS = 1000  # points of one curve; a longer one is drawn with every n-th point
 CURVES = {
     "loss": ("loss", "eval_loss"),
-    "exact answers": ("eval_exact_match",),
-    "unbalance of the experts": ("router_loss",),
+    "exact match": ("eval_exact_match",),
+    "load imbalance of the experts": ("router_loss",),
     "gradient norm": ("grad_norm",),
     "learning rate": ("lr",),
-    "tokens a second": ("tokens_per_second",),
-    "memory, bytes": ("memory_peak_bytes",),
+    "tokens per second": ("tokens_per_second",),
+    "peak memory, bytes": ("memory_peak_bytes",),
 }
 COLOURS = ("var(--line)", "var(--second)", "#2563eb", "#a21caf", "#ca8a04", "#64748b")
-LOWEST = 1e-9  # on a scale of powers of ten, where 0 has no place
+LOWEST = 1e-9  # smallest value drawn on a logarithmic scale, which cannot show 0
 STYLE = """
 :root { color-scheme: light dark; --line: #0a7d32; --second: #c2410c; --soft: #8884; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
@@ -40,7 +43,7 @@ figcaption, text, pre { font-size: 12px; }
 text { fill: currentColor; } svg { border: 1px solid var(--soft); }
 """
 
-Lines = dict[str, list[tuple[float, float]]]  # by name: points of step and value
+Lines = dict[str, list[tuple[float, float]]]  # (step, value) points by line name
 
 
 def write(
@@ -49,29 +52,29 @@ def write(
     documents: list[tuple[str, Runs]],
     samples: list[dict[str, str]],
 ) -> None:
-    """Write folder/report.html from these and folder/metrics.jsonl."""
+    """Write folder/report.html from the arguments and folder/metrics.jsonl."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     sections = [
         table(facts.items()),
         "<h2>Curves</h2>",
         f'<div class="curves">{"".join(_figures(records))}</div>',
-        "<h2>Answers before and after</h2>" if samples else "",
+        "<h2>Answers before and after training</h2>" if samples else "",
         *(table(sample.items()) + "<hr>" for sample in samples),
-        "<h2>What is trained</h2><p>Supervised tokens are coloured.</p>",
+        "<h2>Training documents</h2><p>Supervised text is coloured.</p>",
         *(f"<p>{escape(location)}</p><pre>{_coloured(runs)}</pre>" for location, runs in documents),
     ]
     write_page(folder / "report.html", folder.name, sections)
 
 
 def write_page(path: Path, title: str, sections: list[str]) -> None:
-    """Write a page of sections that are HTML."""
+    """Write a page with the given HTML sections, secrets redacted."""
     head = f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>"
     page = "\n".join(['<!doctype html><html lang="en"><meta charset="utf-8">' + head, *sections]) + "</html>\n"
     path.write_text(redact(page), encoding="utf-8")
 
 
 def table(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
-    """Return an HTML table of texts."""
+    """Return an HTML table; the cells are plain text and are escaped."""
     lines = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
     lines.insert(0, "".join(f"<th>{escape(text)}</th>" for text in head))
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines if line)}</table>"
@@ -90,9 +93,10 @@ def _figures(records: list[dict[str, float]]) -> Iterator[str]:
 
 
 def figure(title: str, lines: Lines, limit: float | None = None, striped: bool = False) -> str:
-    """Return a figure of lines over the steps, each with its last value; a name without points keeps its colour.
+    """Return a figure of lines over steps; the caption shows each line's last value.
 
-    With a limit, which is dashed, the scale is in powers of ten. Striped lines are distinct where they coincide.
+    A name without points still takes a colour. A limit is drawn dashed and makes the scale logarithmic. Striped lines
+    stay visible where they coincide.
     """
     last = (
         f' <span style="color: {colour}">{escape(name)} {points[-1][1]:{".4g" if limit is None else ".0e"}}</span>'
@@ -103,7 +107,7 @@ def figure(title: str, lines: Lines, limit: float | None = None, striped: bool =
 
 
 def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
-    """Return the drawing of the lines, with the ends of both axes written next to them."""
+    """Return an SVG drawing of the lines, with both ends of each axis labelled."""
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points if abs(value) < float("inf")] or [0.0]
     if limit is not None:
@@ -112,7 +116,7 @@ def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
     left, bottom = 64, HEIGHT - 18
 
     def height(value: float) -> float:
-        """Return the height of a value, from 0 to 1."""
+        """Return the relative height of a value, from 0 to 1."""
         if high == low:
             return 0.5
         if limit is not None:
@@ -131,7 +135,7 @@ def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
         coordinates = [coordinate(step, value) for step, value in points if abs(value) < float("inf")]
         stripes = (6 * len(lines) - 6, -6 * number) if striped else None
         drawn.append(_polyline(coordinates, colour, stripes))
-        if len(points) < 30 and not striped:  # a line of one point would not be seen
+        if len(points) < 30 and not striped:  # a line of one point would be invisible
             dots = (dot.split(",") for dot in coordinates)
             drawn += [f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"/>' for x, y in dots]
     return (
@@ -142,7 +146,7 @@ def _curve(lines: Lines, limit: float | None, striped: bool) -> str:
 
 
 def _polyline(coordinates: list[str], colour: str, stripes: tuple[int, int] | None) -> str:
-    """Return a line in a colour; `stripes` are the gap between its dashes and their offset."""
+    """Return a coloured line; `stripes` are the gap between its dashes and their offset."""
     dashes = f'stroke-dasharray="6 {stripes[0]}" stroke-dashoffset="{stripes[1]}"' if stripes else ""
     look = f'fill="none" stroke="{colour}" stroke-width="{2.5 if stripes else 1.5}" {dashes}'
     return f'<polyline points="{" ".join(coordinates)}" {look}/>'

@@ -1,4 +1,4 @@
-"""What a run writes for people: metrics.jsonl, TensorBoard events, and lines on the screen, from rank 0 only."""
+"""Record a run's metrics on rank 0: metrics.jsonl, TensorBoard events and progress lines on the screen."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from gearbox.data.batches import StepBatch
 from gearbox.redact import redacted
 
 JsonScalar = str | int | float | bool | None
-LINE_SECONDS = 10  # between two progress lines where there is no terminal to draw a bar on
+LINE_SECONDS = 10  # between two progress lines if the screen is not a terminal
 
 
 def memory_peak_bytes() -> int:
-    """Return the peak memory of this rank so far: of its GPU, else of the process."""
+    """Return the peak memory of this rank so far: GPU memory if it has a GPU, else the process's memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 class Metrics:
-    """Writes a line per step. Every rank makes one and makes the same calls; only rank 0's writes.
+    """A recorder of one line per step. Every rank creates it and makes the same calls; only rank 0 writes.
 
-    Lines of an earlier run are dropped where their steps are repeated.
+    A resumed run drops the earlier lines of the steps that it repeats.
     """
 
     def __init__(self, folder: Path, screen: Console, num_steps: int, state: TrainState) -> None:
@@ -46,12 +46,12 @@ class Metrics:
         self.writes = not screen.quiet
         self.waiting: list[str] = []
         self.is_whole = False
-        """Whether it has to be written whole."""
+        """Whether the file must be rewritten completely, as on storage that cannot append."""
         self.board: Any = None
         self.last = self.last_line = time.perf_counter()
         self.first_step = state.step + 1
         self.idle_since: float | None = None
-        """When a run before this one wrote its last line, in seconds since 1970."""
+        """Time of the previous run's last line, in seconds since 1970; None for a new run."""
 
     def __enter__(self) -> Metrics:
         if self.writes:
@@ -61,7 +61,7 @@ class Metrics:
             self._open_board(self.first_step)
             text = rich_progress.TextColumn("{task.fields[text]}")
             counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
-            columns = (rich_progress.BarColumn(bar_width=16), counter, text, left)  # 80 letters in all
+            columns = (rich_progress.BarColumn(bar_width=16), counter, text, left)  # fits 80 characters
             self.bar = rich_progress.Progress(
                 *columns, console=self.screen, disable=not self.screen.is_terminal, transient=True
             )
@@ -78,7 +78,7 @@ class Metrics:
                     self.board.close()
 
     def step(self, batch: StepBatch, result: StepResult, rate: float, is_spike: bool) -> None:
-        """Record the optimizer step that `state` has just counted; speeds are since the previous one."""
+        """Record the optimizer step that `state` has just counted. Speeds cover the time since the previous step."""
         now, step = time.perf_counter(), self.state.step
         speed = batch.num_tokens / (now - self.last)
         self.state.seconds += now - self.last
@@ -105,14 +105,14 @@ class Metrics:
             self._show_step(result, rate, speed)
 
     def _show_step(self, result: StepResult, rate: float, speed: float) -> None:
-        """Move the bar; where there is no terminal, print a line now and then."""
+        """Advance the progress bar, or print a line every few seconds if the screen is not a terminal."""
         step = self.state.step
         text = f"loss {result.loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s"
         if result.idle is not None:
             text += f"  {result.idle:.0%} idle"
         self.bar.update(self.task, completed=step, text=text)
         if result.skipped:
-            self.screen.print(f"step {step}/{self.num_steps}  not finite, skipped on all ranks")
+            self.screen.print(f"step {step}/{self.num_steps}  loss or gradients not finite: step skipped on all ranks")
         is_end = step in (self.first_step, self.num_steps)
         if not self.screen.is_terminal and (is_end or self.last - self.last_line > LINE_SECONDS):
             self.last_line = self.last
@@ -120,24 +120,24 @@ class Metrics:
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
     def evaluation(self, loss: float, exact_match: float) -> None:
-        """Record an evaluation of the held-out rows; its time does not count for the next step's speed."""
+        """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
         self.log(eval_loss=loss, eval_exact_match=exact_match)
         step = f"step {self.state.step}/{self.num_steps}"
-        self.screen.print(f"{step}  held-out loss {loss:.4f}  exact answers {exact_match:.1%}")
+        self.screen.print(f"{step}  held-out loss {loss:.4f}  exact match {exact_match:.1%}")
         self.last = time.perf_counter()
 
     def save(self, facts: SaveFacts | SaveFailure) -> None:
-        """Record a checkpoint that is complete, or one that could not be written."""
+        """Record a checkpoint that is complete, or a failure to write one."""
         if isinstance(facts, SaveFailure):
             self.screen.print(
                 f"[bold red]checkpoint of step {facts.save_failed} not written[/]: {escape(facts.save_error)}; "
-                f"the last good one is of step {facts.last_saved}; it is tried again"
+                f"the last complete one is of step {facts.last_saved}; the save is retried"
             )
         self.log(**asdict(facts))
         self._catch_up()
 
     def log(self, **numbers: JsonScalar) -> None:
-        """Write a line of metrics.jsonl and TensorBoard's scalars; numbers that are not finite become null."""
+        """Write a line of metrics.jsonl and TensorBoard scalars. Write numbers that are not finite as null."""
         if not self.writes:
             return
         step = self.state.step
@@ -148,18 +148,18 @@ class Metrics:
             self.waiting.clear()
         except OSError as error:
             if len(self.waiting) == 1 and not self.is_whole:
-                self.screen.print(f"{self.path} cannot be written: {error.strerror}; its lines wait until it can")
+                self.screen.print(f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory")
         try:
             for name, number in numbers.items():
                 if isinstance(number, int | float) and self.board is not None:
                     self.board.add_scalar(name, number, step)
-        except OSError as error:  # of its thread, which has ended: another one for what comes
+        except OSError as error:  # the writer thread has failed and ended; start a new one
             self.board = None
             if error.errno not in filesystem.UNSUPPORTED:
                 self._open_board(step)
 
     def _catch_up(self) -> None:
-        """Rewrite the file with the lines that wait: object stores cannot append."""
+        """Rewrite the file with the waiting lines appended. Object stores cannot append in place."""
         if self.waiting:
             with suppress(OSError):
                 before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
@@ -176,7 +176,7 @@ class Metrics:
 
 
 def append(path: Path, text: str) -> None:
-    """Append all of a text, or nothing of it. Make the folder again if somebody has removed it."""
+    """Append the complete text or nothing. Recreate the folder if it was removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         before, left = file.tell(), text.encode()
@@ -194,12 +194,12 @@ def _is_odd(number: JsonScalar) -> bool:
 
 
 def drop_after(path: Path, step: int, evaluated: int) -> None:
-    """Keep the lines up to a step, and its evaluation only if that is not done again. Atomic."""
+    """Drop the lines after `step` and the evaluations after `evaluated`, which are run again. Atomic."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # cut short by a kill
+        except ValueError:  # truncated when the run was killed
             continue
         if record["step"] <= step and ("eval_loss" not in record or record["step"] <= evaluated):
             kept.append(line + "\n")

@@ -1,4 +1,4 @@
-"""The facts of a run and its data, for the screen and the report."""
+"""Describe a run and its data in labelled lines, for the screen and the report."""
 
 from __future__ import annotations
 
@@ -20,58 +20,61 @@ from gearbox.data.row_formats import TITLES
 from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
 
+METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run. Shown before the first step, and in the report."""
+    """A description of the run, shown before the first step and in the report."""
 
     job: Job
     num_steps: int
     data: dict[str, str]
-    """Line by line, of `data_facts`."""
+    """Lines about the data, by label, from `data_facts`."""
     facts: EngineFacts
-    """What runs, verified."""
+    """Facts read from the running engine."""
     leakage: Leakage | None
-    """None where rows are not packed."""
+    """Result of the packing check; None if rows are not packed."""
     router_weight: float
-    """Of the loss that balances a mixture's experts, 0 without one."""
+    """Factor of the load-balancing loss of a mixture of experts; 0 if there is no such loss."""
     disk: DiskPlan
     folder: Path
-    """Of the run."""
+    """The run's folder."""
     rows_key: str
-    """Identifies the tokens, and which of them are in which row."""
+    """Identifies the tokens and their assignment to rows."""
     base: str | None
-    """Identifies the frozen weights below an adapter."""
+    """Identifies the frozen weights under an adapter; None if all weights are trained."""
 
     def lines(self) -> dict[str, str]:
-        """Return name and text of each line."""
-        lines = self._asked() | self.data | self.facts.lines
+        """Return each line's text by its label."""
+        lines = self._requested() | self.data | self.facts.lines
         if self.leakage is not None:
-            lines["packed documents"] = self.leakage.describe()
+            lines["packing check"] = self.leakage.describe()
         if self.router_weight:
-            lines["router loss"] = f"{self.router_weight:g} x the unbalance of the experts"
-        return lines | {"checkpoints": self.disk.describe(), "run": str(self.folder)}
+            lines["router loss"] = f"{self.router_weight:g} x load imbalance of the experts"
+        return lines | {"checkpoints": self.disk.describe(), "run folder": str(self.folder)}
 
-    def _asked(self) -> dict[str, str]:
-        """Return the lines that follow from recipe and gear."""
+    def _requested(self) -> dict[str, str]:
+        """Return the lines that follow from the recipe and the gear."""
         recipe, gear, batch = self.job.recipe, self.job.gear, self.job.batch
-        model = f"{recipe.model.name} ({recipe.model.init}), method {recipe.method}"
+        model = f"{recipe.model.name} ({recipe.model.init} weights), {METHOD_NAMES[recipe.method]}"
         if recipe.adapter.path:
             model += f" from {recipe.adapter.path}"
         if recipe.model.add_tokens:
-            model += f", {len(recipe.model.add_tokens)} tokens added"
-        copies = f"{batch.data_parallel} {'ranks' if batch.data_parallel == gear.num_processes else 'copies'}"
-        step = f"{batch.rows} rows = {copies} x {batch.accumulation_steps} rounds x {batch.micro_rows} rows"
+            model += f", {_count(len(recipe.model.add_tokens), 'added token')}"
+        replicas = _count(batch.data_parallel, "rank" if batch.data_parallel == gear.num_processes else "replica")
+        rounds, rows = _count(batch.accumulation_steps, "accumulation round"), _count(batch.micro_rows, "row")
+        step = f"{_count(batch.rows, 'row')} = {replicas} x {rounds} x {rows}"
         if batch.num_empty_rows:
-            step += f", {batch.num_empty_rows} of them empty"
+            step += f" - {_count(batch.num_empty_rows, 'empty row')}"
         lines = {
             "model": model,
-            "step": step,
-            "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, clip {recipe.optim.max_grad_norm:g}, "
-            f"{recipe.schedule.name} over {self.num_steps:,} steps",
+            "batch": step,
+            "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, gradient clip {recipe.optim.max_grad_norm:g}",
+            "schedule": f"{recipe.schedule.name}, {_count(self.num_steps, 'step')}",
         }
         if recipe.run.rehearse:
-            lines["rehearsal"] = "a few narrow layers of the architecture, random weights, no network"
+            lines["rehearsal"] = "a few narrow layers of the same architecture, random weights, no network access"
         return lines
 
     def show(self, screen: Console) -> None:
@@ -79,8 +82,13 @@ class Plan:
         show_lines(screen, self.lines())
 
 
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
 def show_lines(screen: Console, lines: dict[str, str]) -> None:
-    """Print name and text of each line, the texts below each other."""
+    """Print each label and its text, with the texts aligned in one column."""
     for name, text in lines.items():
         screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
 
@@ -88,48 +96,51 @@ def show_lines(screen: Console, lines: dict[str, str]) -> None:
 def data_facts(
     recipe: Recipe, corpus: MappedCorpus, prepared: TrainingRows, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, str]:
-    """Return name and text of each line about the data."""
+    """Return the lines about the data, each text by its label."""
     rows, held_out = prepared.training, prepared.held_out
     lengths = corpus.lengths[np.unique(rows.chunks.document)]
-    percentiles = " ".join(f"{p}%: {int(np.percentile(lengths, p)):,}" for p in (50, 90, 99))
+    median, p90, p99 = (f"{int(np.percentile(lengths, p)):,}" for p in (50, 90, 99))
     num_tokens, num_targets = int(rows.num_tokens.sum()), int(rows.targets.sum())
     evaluated = f"{held_out.num_documents:,} held out"
     if held_out.documents is not rows.documents:
-        evaluated, apart = "0 held out", f"; evaluated on {held_out.num_documents:,} of eval.path"
+        evaluated, separate = "0 held out", f"; evaluation: {held_out.num_documents:,} from eval.path"
         if prepared.dropped_of_evaluation:
-            apart += f", {summarize_dropped(prepared.dropped_of_evaluation)}"
+            separate += f", {summarize_dropped(prepared.dropped_of_evaluation)}"
     else:
-        apart = ""
+        separate = ""
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
     trained, dropped = f"{rows.num_documents:,} trained", summarize_dropped(prepared.dropped)
-    shown["documents"] = f"{prepared.num_read:,} read = {trained} + {evaluated} + {dropped}{apart}"
-    shown["tokens"] = (
-        f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised; lengths {percentiles} max: {lengths.max():,}; "
+    shown["documents"] = f"{prepared.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
+    shown["tokens"] = f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised"
+    shown["document lengths"] = (
+        f"median {median}, p90 {p90}, p99 {p99}, max {lengths.max():,} tokens; "
         f"{prepared.num_truncated:,} truncated, {prepared.num_split:,} split, {prepared.num_duplicates:,} duplicates"
     )
     if rows.packing:
-        shown["rows"] = (
-            f"{len(rows):,} of {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {1 - rows.filled:.1%} padding"
+        rows_label, padding = "packed rows", 1 - rows.filled
+        shown[rows_label] = (
+            f"{len(rows):,} of {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {padding:.1%} padding"
         )
     else:
-        shown["rows"] = f"{len(rows):,} of a document each, by length, {_padding(rows, recipe.batch.rows):.1%} padding"
+        rows_label, padding = "rows", _padding(rows, recipe.batch.rows)
+        shown[rows_label] = f"{len(rows):,}, one document each, grouped by length, {padding:.1%} padding"
     sources = recipe.data.sources
     if sources[0].weight is not None:
         total = sum(source.weight or 0 for source in sources)
-        shown["rows"] += "; " + ", ".join(
-            f"{(source.weight or 0) / total:.1%} of a step from {source.path} ({size:,} rows)"
+        shown[rows_label] += "; " + ", ".join(
+            f"{(source.weight or 0) / total:.1%} of each batch from {source.path} ({size:,} rows)"
             for source, size in zip(sources, rows.group_sizes, strict=True)
         )
     if not _ends_are_special(rows, tokenizer):
         shown["hint"] = (
-            "trained turns do not end with a special token, so nothing may tell the model to stop: does the chat "
-            "template belong to this tokenizer?"
+            "trained turns do not end with a special token, so the model may never learn to stop; check that the chat "
+            "template matches the tokenizer"
         )
     return shown
 
 
 def _ends_are_special(rows: PackedRows, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the last trained token of most of the first documents is one that text never makes."""
+    """Return True if most of the first 100 documents end their supervised tokens with a special token."""
     specials = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = []
     for document in np.unique(rows.chunks.document)[:100].tolist():
@@ -139,7 +150,7 @@ def _ends_are_special(rows: PackedRows, tokenizer: PreTrainedTokenizerFast) -> b
 
 
 def _origins(corpus: MappedCorpus) -> Iterator[str]:
-    """A line for each file, the first ones of many."""
+    """Yield one line for each of the first four files, and one for the rest."""
     listed = list(zip(corpus.origins, corpus.summaries, strict=True))
     for origin, summary in listed[:4]:
         unused = f"; not read: {', '.join(summary.unused)}" if summary.unused else ""
@@ -151,7 +162,7 @@ def _origins(corpus: MappedCorpus) -> Iterator[str]:
 
 
 def _padding(rows: PackedRows, rows_per_step: int) -> float:
-    """Share of padding, as if each step held the next rows by length and they were as wide as its longest."""
+    """Return the share of padding when rows are sorted by length and padded to the longest row of their step."""
     lengths = np.sort(rows.num_tokens)
     last_of_step = np.arange(len(lengths)) // rows_per_step * rows_per_step + rows_per_step - 1
     widths = lengths[np.minimum(last_of_step, len(lengths) - 1)]

@@ -1,4 +1,4 @@
-"""What is trained, as people see it: documents with their supervised tokens marked, and answers."""
+"""Show training documents with their supervised tokens marked, and the model's answers to sample questions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 SUPERVISED = "bold green"
 MARKS = ("«", "»")  # around supervised tokens where there are no colours
-SHOWN_CHARACTERS = 600  # of a document at the start of a run
+SHOWN_CHARACTERS = 600  # characters of a document printed at the start of a run
 
-Runs = list[tuple[str, bool]]  # of a document's text, each with whether it is supervised
+Runs = list[tuple[str, bool]]  # consecutive pieces of a document's text, each with True if it is supervised
 
 
 def document_runs(rows: PackedRows, chunk: int, tokenizer: PreTrainedTokenizerFast) -> Runs:
-    """Return a chunk as runs of text that are supervised or not."""
+    """Return a chunk as pieces of text, each entirely supervised or entirely unsupervised."""
     tokens, loss_mask = rows.chunk(chunk)
     edges = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
     return [
@@ -37,7 +37,7 @@ def document_runs(rows: PackedRows, chunk: int, tokenizer: PreTrainedTokenizerFa
 
 
 def styled(runs: Runs, colours: bool, num_characters: int | None = None) -> Text:
-    """Return the runs with colours, or with marks around what is supervised; a long text loses its middle."""
+    """Return the text with supervised pieces coloured or marked. Cut the middle out of a long text."""
     text = Text()
     for run, is_supervised in runs:
         marked = run if colours or not is_supervised else run.join(MARKS)
@@ -51,12 +51,12 @@ def styled(runs: Runs, colours: bool, num_characters: int | None = None) -> Text
 
 
 def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
-    """Yield one JSON object per record, in order of the files, before packing: its tokens as used, and what for."""
+    """Yield one JSON object per record with its tokens and use, in file order, before packing."""
     uses: dict[int, str] = {}
     ends = np.zeros(len(corpus), np.int64)
     for use, of_use in (("held out", rows.held_out), ("trained", rows.training)):
-        if of_use.documents is corpus:
-            ends += of_use.chunks.ends(len(ends))  # no document is both
+        if of_use.documents is corpus:  # held-out documents may come from eval.path
+            ends += of_use.chunks.ends(len(ends))  # a document is never both trained and held out
             uses |= dict.fromkeys(np.unique(of_use.chunks.document).tolist(), use)
     reasons = {entry.location: entry.reason for entry in rows.dropped}
     records: list[tuple[int, int, int | None]] = [(entry.origin, entry.number, None) for entry in corpus.bad]
@@ -75,7 +75,7 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
 
 
 def first_documents(rows: PackedRows, tokenizer: PreTrainedTokenizerFast, num_documents: int) -> list[tuple[str, Runs]]:
-    """Return location and runs of the first chunks, in order of the files."""
+    """Return location and text of the first `num_documents` chunks, in file order."""
     return [
         (rows.documents.location(int(rows.chunks.document[chunk])), document_runs(rows, chunk, tokenizer))
         for chunk in range(min(num_documents, len(rows.chunks)))
@@ -83,34 +83,34 @@ def first_documents(rows: PackedRows, tokenizer: PreTrainedTokenizerFast, num_do
 
 
 def show(screen: Console, documents: list[tuple[str, Runs]], num_characters: int | None = None) -> None:
-    """Print documents with their supervised tokens marked."""
+    """Print each document's location and its text with supervised tokens marked."""
     colours = bool(screen.color_system)
     how = "coloured" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     for location, runs in documents:
-        screen.print(f"[cyan]{escape(location)}[/]  supervised {how}:")
+        screen.print(f"[cyan]{escape(location)}[/]  supervised text is {how}:")
         screen.print(styled(runs, colours, num_characters))
 
 
 def answers(samples: Sequence[Sample], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
-    """Return each sample question with its answers before and after the training, and the right one."""
+    """Return each sample question with the answers before and after training, and the expected answer."""
     return [
         {
             "question": sample.question,
             "before": before.get(sample.question, "(not asked)"),
             "after": after[sample.question],
-            "right": sample.answer,
+            "expected": sample.answer,
         }
         for sample in samples
     ]
 
 
 def show_answers(screen: Console, samples: list[dict[str, str]]) -> None:
-    """Print what `answers` returns, a line each."""
+    """Print each sample returned by `answers`, one field per line."""
     for sample in samples:
-        screen.print("\n".join(f"[cyan]{name:>8}[/] {short(text)}" for name, text in sample.items()))
+        screen.print("\n".join(f"[cyan]{name:>8}:[/] {short(text)}" for name, text in sample.items()))
 
 
 def short(text: str) -> str:
-    """Return a text on one short line, escaped for rich."""
+    """Return a text as one line of at most 160 characters, escaped for rich."""
     line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
-    return escape(line if len(line) <= 160 else line[:157] + "...") or "(nothing)"
+    return escape(line if len(line) <= 160 else line[:157] + "...") or "(empty)"
