@@ -69,7 +69,7 @@ def test_a_killed_rank_leads_to_a_restart(launched, tmp_path):
     ranks_of(process)[-1].kill()
     assert process.wait() == 0
     log = (tmp_path / "log").read_text()
-    assert "restart 1 goes on from step " in log and f"goes on from {folder}/checkpoints/step-" in log
+    assert "restart 1 goes on from step " in log and f"resuming from {folder}/checkpoints/step-" in log
     assert steps(folder) == list(range(1, 61))
     assert '"seconds_without_a_step"' in (folder / "metrics.jsonl").read_text()
 
@@ -96,7 +96,7 @@ def test_a_refusal_of_several_ranks_is_told_with_its_code(train):
     again = f"{folder}/resolved.yaml run.name=y run.resume=latest optim.lr=1e-5"
     refused = shell(f"python src/launch.py ddp --num_processes=2 {again}")
     assert refused.returncode == 2, refused.stderr
-    assert "optim.lr was 0.002 and is 1e-05" in last_line(refused.stderr)
+    assert "optim.lr changed from 0.002 to 1e-05" in last_line(refused.stderr)
     assert (folder / "status.json").read_text() == status, "a refusal says nothing of the run that was there"
 
 

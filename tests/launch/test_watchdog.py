@@ -61,7 +61,7 @@ def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
         outcome = train("ddp", *given, ranks=2)
     assert outcome.codes == [0, 0], outcome.output
     status = json.loads((outcome.folder / "status.json").read_text())
-    assert status["outcome"] == "saved" and "the same command goes on from step" in status["text"]
+    assert status["outcome"] == "saved" and "run the same command to resume from step" in status["text"]
     assert status["saved_step"] == status["step"]
     last = train("ddp", *given, ranks=2)
     assert last.codes == [0, 0], last.output
@@ -95,7 +95,7 @@ def test_after_the_last_step_what_is_saved_stays(train, monkeypatch):
         outcome = train("single", *STEPS)
     assert outcome.codes == [85]
     last = train("single", *STEPS)
-    assert last.codes == [0] and "goes on from" in last.output and len(last.losses) == 8
+    assert last.codes == [0] and "resuming from" in last.output and len(last.losses) == 8
     assert (last.folder / "model").is_dir()
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_is_late(train, monkeypatch):
     monkeypatch.setattr(batches, "make_step_batch", sleeping)
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert outcome.codes == [1, 1], outcome.output
-    assert "rank 1 is late: in step 3, rows, while the others are in step 3, micro batch" in outcome.output
+    assert "rank 1 is late: in step 3, rows, while the others are in step 3, micro-batch" in outcome.output
     assert "in sleeping" in stacks(outcome)[1]
 
 

@@ -1,4 +1,4 @@
-"""The held-out loss, exact match and sample answers are those of the model, on any number of ranks."""
+"""Test that held-out loss, exact match and sample answers match the model on any number of ranks."""
 
 import pytest
 import transformers
@@ -20,8 +20,8 @@ def test_evaluation_agrees_on_any_number_of_ranks(train):
             assert exact == first_exact
 
 
-def test_exact_match_is_what_greedy_decoding_gives(train, tmp_path):
-    """The share that one forward pass claims against answers generated a token at a time by the saved model."""
+def test_exact_match_equals_that_of_greedy_decoding(train, tmp_path):
+    """Compare the share from one forward pass with answers that the saved model generates token by token."""
     lengths = ("train.steps=40", "optim.lr=1e-2", "batch.rows=32", "batch.micro_rows=32", "batch.row_tokens=32")
     path = tmp_path / "two.jsonl"
     letters = [a + b for a in "abcdefgh" for b in "abcdefgh"]
@@ -37,7 +37,7 @@ def test_exact_match_is_what_greedy_decoding_gives(train, tmp_path):
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", [f"data.path={path}", *sizes])
     documents, _ = corpus.load_corpora(recipe, tokenizer)
     held_out = splits.split_and_pack(recipe, documents, None, tokenizer, packing=True).samples
-    assert len(held_out) == outcome.output.count("question ")
+    assert len(held_out) == outcome.output.count("question: ")
     right = 0
     for sample in held_out:
         asked = [{"role": "user", "content": sample.question}]
@@ -50,7 +50,7 @@ def test_exact_match_is_what_greedy_decoding_gives(train, tmp_path):
 
 
 def test_chats_of_unusual_shape_end_without_a_traceback(train, tmp_path):
-    """A system turn first, and chats that ask nothing: trained, never put as a question."""
+    """Chats that open with a system turn train. Chats without a question are never sample questions."""
     shapes = [("system", "assistant"), ("system", "user", "assistant")]
     chats = [[{"role": role, "content": f"abc {i}"} for role in shapes[i % 2]] for i in range(60)]
     path = jsonl(tmp_path / "odd.jsonl", [{"messages": chat} for chat in chats])
@@ -59,11 +59,11 @@ def test_chats_of_unusual_shape_end_without_a_traceback(train, tmp_path):
     assert outcome.codes == [0], outcome.output
     asked = [line for line in outcome.output.splitlines() if line.startswith("question")]
     assert asked
-    assert all(int(line.split()[-1]) % 2 == 1 for line in asked), "only the shape with a question and an answer"
+    assert all(int(line.split()[-1]) % 2 == 1 for line in asked), "only chats with a question and an answer are asked"
 
 
-def test_packing_or_not_the_documents_have_the_same_losses(train):
-    """The held-out loss is over the same documents, whatever row they are in."""
+def test_the_held_out_loss_does_not_depend_on_packing(train):
+    """The held-out loss covers the same documents with and without packing."""
     found = []
     for packing in ("true", "false"):
         outcome = train("single", f"data.packing={packing}", "eval.fraction=0.3", "train.steps=1", "optim.lr=1e-9",

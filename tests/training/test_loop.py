@@ -1,4 +1,4 @@
-"""The loop: how long it runs, what it skips on all ranks, when it gives up, and what a failure leaves."""
+"""Test the loop: its length, skipped steps, divergence, and the files that a failure leaves."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from support.faults import STEPS, at_step, patch_step
 
 
 def spoiled(number: int, monkeypatch, rank: int = 1, forever: bool = False):
-    """The loss of a rank is NaN in one step, or in each."""
+    """Make the loss of a rank NaN in one step, or in every step."""
 
     def spoil(step):
         if (step.number == number or forever) and step.rank == rank:
@@ -37,18 +37,18 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(train, monkeypa
     lines = outcome.lines("num_skipped")
     assert [line["num_skipped"] for line in lines] == [0, 0, 1, 1, 1]
     assert [line["loss"] is None for line in lines] == [False, False, True, False, False]
-    assert outcome.output.count("step 3/5  not finite, skipped on all ranks") == 1
-    # The weights are those of a run that never saw step 3's rows: its rows are consumed, its step not taken.
+    assert outcome.output.count("step 3/5  loss or gradients not finite: step skipped on all ranks") == 1
+    # Step 3 consumes its rows but does not change the weights, as in a run that leaves it out.
     patch_step(monkeypatch, at_step(3, lambda step: step.leave_out()))
     without = train(gear, *STEPS, "train.steps=5", "run.name=without", ranks=ranks)
     assert outcome.losses[3:] == without.losses[3:]
 
 
-def test_too_many_in_a_row_end_the_run_with_their_rows(train, monkeypatch):
+def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_rows(train, monkeypatch):
     spoiled(0, monkeypatch, forever=True)
     outcome = train("ddp", *STEPS, "run.max_bad_steps=2", ranks=2)
     assert outcome.codes == [2, 2]
-    assert "step 2: the loss is nan" in outcome.output and "look at the rows [" in outcome.output
+    assert "step 2: loss nan" in outcome.output and "check rows [" in outcome.output
     assert "chats.jsonl:" in outcome.output
     assert json.loads((outcome.folder / "status.json").read_text())["outcome"] == "failed"
     assert [line["num_skipped"] for line in outcome.lines("num_skipped")] == [1, 2]
@@ -60,7 +60,7 @@ def test_spikes_are_marked():
     for step in range(60):
         loss = 9.0 if step in (5, 40) else 3.0 - 0.01 * step + 0.1 * (step % 3)
         marks += [step] if progress.advance(batch, StepResult(loss, grad_norm=1.0)) else []
-    assert marks == [40], "nothing can be told of the first ones"
+    assert marks == [40], "a spike needs a minimum number of earlier losses"
 
 
 def test_epochs_become_steps(train):
@@ -78,7 +78,7 @@ def test_a_run_that_fails_after_its_first_step_keeps_its_numbers(train):
     assert outcome.losses
 
 
-def test_plain_text_and_weighted_sources_train_alike_on_any_ranks(train, tmp_path):
+def test_plain_text_and_weighted_sources_train_identically_on_any_ranks(train, tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": f"plain text {i} " * (1 + i % 40)} for i in range(60)])
     path = f"[{{path: {tmp_path}/a.jsonl, weight: 2}}, {{path: builtin:tasks, weight: 1}}]"
     runs = [

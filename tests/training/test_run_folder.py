@@ -1,4 +1,4 @@
-"""Which folder a run takes, what it goes on from, and what it refuses."""
+"""Test which folder a run takes, what it resumes from, and what it refuses."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def names(outcome) -> list[str]:
 
 
 def unfinished(folder: Path) -> None:
-    """As if the run had been killed before its end."""
+    """Make the run look as if it had been killed before its end."""
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"outcome": "running"}))
 
@@ -36,7 +36,7 @@ def test_a_finished_run_gets_a_sibling(train):
     assert names(checked(train("single", *STEPS))) == ["tiny-single", "tiny-single-2"]
 
 
-def test_an_unfinished_run_goes_on(train):
+def test_an_unfinished_run_is_resumed(train):
     first = checked(train("single", *STEPS, "run.name=x"))
     unfinished(first.folder)
     again = checked(train("single", *STEPS, "run.name=x", "train.steps=3"))
@@ -46,18 +46,18 @@ def test_an_unfinished_run_goes_on(train):
     assert again.lines("seconds_without_a_step") == again.lines("loss")[2:]
 
 
-def test_latest_goes_on_even_with_a_finished_run_and_never_does_not(train):
+def test_latest_resumes_a_finished_run_and_never_starts_a_new_one(train):
     checked(train("single", *STEPS, "run.name=x"))
     more = checked(train("single", *STEPS, "run.name=x", "train.steps=4", "run.resume=latest"))
     assert names(more) == ["x"] and len(more.losses) == 4
     unfinished(more.folder)
     assert names(checked(train("single", *STEPS, "run.name=x", "run.resume=never"))) == ["x", "x-2"]
     refused = train("single", *STEPS, "run.name=other", "run.resume=latest")
-    assert refused.codes == [2] and "holds no run 'other'" in refused.output
+    assert refused.codes == [2] and "contains no run 'other'" in refused.output
 
 
 @pytest.mark.parametrize("when", ["before", "while this one waits for its lock"])
-def test_latest_does_not_begin_a_finished_run_again(train, monkeypatch, when):
+def test_latest_does_not_restart_a_finished_run(train, monkeypatch, when):
     done = checked(train("single", *STEPS, "save.every=0"))
     before = {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
     if when != "before":
@@ -70,7 +70,7 @@ def test_latest_does_not_begin_a_finished_run_again(train, monkeypatch, when):
 
         monkeypatch.setattr(run_folder, "_lock", lock)
     refused = train("single", *STEPS, "save.every=0", "run.resume=latest")
-    assert refused.codes == [2] and "is done and has no checkpoint to go on from" in refused.output
+    assert refused.codes == [2] and "is done and has no checkpoint to resume from" in refused.output
     assert {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()} == before
 
 
@@ -84,35 +84,35 @@ def test_a_run_from_a_checkpoint_is_another_run(train):
     assert sorted(first.folder.rglob("*")) == before
     unfinished(fork.folder)
     again = checked(train("single", *STEPS, "run.name=y", "train.steps=5", f"run.resume={here}"))
-    assert names(again) == ["x", "y"], "the same command goes on with the run that it began"
+    assert names(again) == ["x", "y"], "the same command resumes the run that it started"
     assert [line["step"] for line in again.lines("loss")] == [3, 4, 5]
     missing = train("single", *STEPS, "run.resume=runs/nowhere/step-1")
     assert missing.codes == [2]
-    assert "is none of auto, latest, never, nor a checkpoint's folder" in missing.output
+    assert "is not a checkpoint folder; use one, or auto, latest, never" in missing.output
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "difference"),
     [
-        ("optim.lr=1e-3", "optim.lr was 0.002 and is 0.001"),
-        ("batch.rows=8", "batch.rows was 6 and is 8"),
-        ("train.seed=1", "train.seed was 0 and is 1"),
-        ("adapter.method=lora", "adapter.method was 'none' and is 'lora'"),
-        ("run.rehearse=false", "run.rehearse was True and is False"),
+        ("optim.lr=1e-3", "optim.lr changed from 0.002 to 0.001"),
+        ("batch.rows=8", "batch.rows changed from 6 to 8"),
+        ("train.seed=1", "train.seed changed from 0 to 1"),
+        ("adapter.method=lora", "adapter.method changed from 'none' to 'lora'"),
+        ("run.rehearse=false", "run.rehearse changed from True to False"),
     ],
 )
-def test_what_must_not_change_is_named(train, change, said):
+def test_a_change_that_makes_another_run_is_refused_by_name(train, change, difference):
     first = checked(train("single", *STEPS, "run.name=x"))
     unfinished(first.folder)
     files = sorted(first.folder.rglob("*"))
     refused = train("single", *STEPS, "run.name=x", change)
     assert refused.codes == [2]
-    assert said in refused.output and "run.resume=never" in refused.output
+    assert difference in refused.output and "run.resume=never" in refused.output
     assert sorted(first.folder.rglob("*")) == files
     checked(train("single", *STEPS, "run.name=x"))
 
 
-def test_what_may_change_may(train):
+def test_permitted_changes_are_accepted(train):
     first = checked(train("single", *STEPS, "run.name=x"))
     unfinished(first.folder)
     changes = (
@@ -129,17 +129,17 @@ def test_what_may_change_may(train):
 def test_fewer_steps_than_done_are_refused(train):
     checked(train("single", *STEPS, "run.name=x", "train.steps=4"))
     refused = train("single", *STEPS, "run.name=x", "train.steps=3", "run.resume=latest")
-    assert refused.codes == [2] and "train.steps: 3 are fewer than the 4 steps of" in refused.output
+    assert refused.codes == [2] and "train.steps: 3 is less than the 4 steps of" in refused.output
 
 
 def test_other_sample_questions_than_before(train):
     checked(train("single", *STEPS, "run.name=x"))
     more = ("train.steps=4", "run.resume=latest", "eval.samples=1", "eval.sample_tokens=2")
     outcome = checked(train("single", *STEPS, "run.name=x", *more))
-    assert "before (not asked)" in outcome.output
+    assert "before: (not asked)" in outcome.output
 
 
-def test_what_a_series_of_names_means(tmp_path):
+def test_the_folders_of_a_series_of_runs(tmp_path):
     from gearbox.training import run_folder
 
     for name in ("r", "r-3", "r-10", "r-x", "rest", "r-2-3"):
@@ -150,7 +150,7 @@ def test_what_a_series_of_names_means(tmp_path):
 
 
 @pytest.mark.parametrize("status", [None, "", '{"outcome": "saved"}'])
-def test_checkpoints_speak_where_status_json_does_not(train, status):
+def test_a_run_with_checkpoints_is_resumed_without_a_valid_status_json(train, status):
     first = checked(train("single", *STEPS, "run.name=x"))
     (first.folder / "status.json").unlink()
     if status is not None:
@@ -159,7 +159,7 @@ def test_checkpoints_speak_where_status_json_does_not(train, status):
     assert names(again) == ["x"] and len(again.losses) == 3
 
 
-def test_other_data_behind_the_same_name_is_noticed(train, tmp_path, chats):
+def test_other_data_under_the_same_path_is_detected(train, tmp_path, chats):
     path = tmp_path / "mine.jsonl"
     lines = chats.read_text().splitlines()
     path.write_text("\n".join(lines))
@@ -173,7 +173,7 @@ def test_other_data_behind_the_same_name_is_noticed(train, tmp_path, chats):
     checked(train("single", *given))
 
 
-def test_other_weights_below_an_adapter_are_noticed(train):
+def test_other_base_weights_under_an_adapter_are_detected(train):
     given = (*STEPS, "run.name=x", "adapter.method=lora")
     first = checked(train("single", *given))
     unfinished(first.folder)
@@ -182,39 +182,39 @@ def test_other_weights_below_an_adapter_are_noticed(train):
     content[-100] ^= 1
     weights.write_bytes(content)
     refused = train("single", *given)
-    assert refused.codes == [2] and "was trained upon other weights than model.name, or" in refused.output
+    assert refused.codes == [2] and "was trained on other base weights: model.name or" in refused.output
 
 
-def test_damaged_checkpoints_are_named_and_passed_over(train):
+def test_corrupt_checkpoints_are_named_and_skipped(train):
     first = checked(train("ddp", *STEPS, "run.name=x", "train.steps=4", "save.keep=3", ranks=2))
     unfinished(first.folder)
     folders = [path for _, path in list_checkpoints(first.folder / "checkpoints")]
     flip(folders[0] / "shard-00001.safetensors", random.Random(0))
     (folders[1] / "manifest.json").unlink()
     again = checked(train("ddp", *STEPS, "run.name=x", "train.steps=4", ranks=2))
-    assert f"{folders[0]} is passed over: shard-00001.safetensors: is damaged: its digest differs" in again.output
-    assert f"{folders[1]} is passed over: manifest.json: is missing" in again.output
-    assert "step-2, step 2 of 4" in again.output
+    assert f"skipping {folders[0]}: shard-00001.safetensors: is corrupt: its digest does not match" in again.output
+    assert f"skipping {folders[1]}: manifest.json: is missing" in again.output
+    assert "step-2 at step 2 of 4" in again.output
     assert again.losses == first.losses
     assert [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [4, 3]
     for _, path in list_checkpoints(first.folder / "checkpoints"):
         manifest.verify_shards(path, manifest.read_manifest(path).files)
 
 
-def test_where_none_is_whole_it_does_not_start_afresh(train):
+def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(train):
     first = checked(train("ddp", *STEPS, "run.name=x", ranks=2))
     unfinished(first.folder)
     for _, path in folders.list_checkpoints(first.folder / "checkpoints"):
         flip(path / "shard-00000.safetensors", random.Random(1))
     refused = train("ddp", *STEPS, "run.name=x", ranks=2)
     assert refused.codes == [2, 2]
-    assert "no checkpoint is whole (2 of them, see above); run.resume=never starts anew" in refused.output
-    assert len(first.losses) == 2, "nothing of it is lost"
+    assert "no valid checkpoint (2 skipped, see above); run.resume=never starts a new run" in refused.output
+    assert len(first.losses) == 2, "the first run is unchanged"
     assert names(checked(train("ddp", *STEPS, "run.name=x", "run.resume=never", ranks=2))) == ["x", "x-2"]
 
 
 def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
-    """The second starts while the first is within a step."""
+    """The second run starts while the first is inside a step."""
     from gearbox.training import run_folder
 
     second = []
@@ -234,28 +234,28 @@ def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
     patch_step(monkeypatch, wait)
     first = checked(train("single", *STEPS, "run.name=x", meanwhile=meanwhile))
     assert second[0].codes == [2]
-    assert "is in use by process" in second[0].output and "give this one a run.name" in second[0].output
+    assert "is in use by process" in second[0].output and "choose another run.name" in second[0].output
     assert len(first.losses) == 2
 
 
-def test_too_little_space_is_said_before_training(train, monkeypatch):
+def test_too_little_space_is_reported_before_training(train, monkeypatch):
     from gearbox.checkpoint import disk_space
 
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 2 * 2**20)
     refused = train("ddp", *STEPS, ranks=2)
     assert refused.codes == [2, 2]
-    assert "has 2.0 MiB free, but 4 checkpoints of 1.1 MiB" in refused.output
-    assert refused.folder is None, "no half-made folder"
+    assert "has 2.0 MiB free; 4 checkpoints of 1.1 MiB" in refused.output
+    assert refused.folder is None, "no partial folder is left"
     checked(train("single", *STEPS, "save.every=0"))
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_training(train, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_before_training(train, tmp_path):
     (tmp_path / "runs").write_text("a file")
     refused = train("single", *STEPS)
     assert refused.codes == [2] and "cannot be written" in refused.output
 
 
-def test_leftovers_of_dead_runs_are_swept(train):
+def test_leftovers_of_dead_runs_are_deleted(train):
     first = checked(train("single", *STEPS, "run.name=x"))
     unfinished(first.folder)
     dead = first.folder / "checkpoints" / "step-9.tmp-dead"

@@ -1,1 +1,1 @@
-"""A run, from its folder to its last line."""
+"""Run the training: open the run folder, train, evaluate, and report the result."""

@@ -1,4 +1,4 @@
-"""Held-out loss, exact answers, and samples that people read. Every rank calls these together."""
+"""Evaluate held-out loss, exact matches and sample answers. All ranks call these functions together."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from gearbox.distributed.engine import Engine
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well the model predicts the held-out rows."""
+    """The quality of the model's predictions on the held-out rows."""
 
     loss: float
     """Mean over the target tokens of all held-out rows."""
     exact_match: float
-    """Share of held-out documents whose every target is the model's most likely token.
+    """Share of held-out documents in which every target is the model's most likely token.
 
-    That is greedy decoding's exact match, by induction, without generating.
+    By induction this equals the exact match of greedy decoding, without generating.
     """
 
 
 def is_due(recipe: Eval, state: TrainState, num_steps: int) -> bool:
-    """Return True if the held-out rows are to be evaluated before the next step."""
+    """Return True if the held-out rows must be evaluated before the next step."""
     is_last = state.step == num_steps
     due = is_last or (state.step % recipe.every == 0 if recipe.every else state.step == 0)
     return due and state.evaluated < state.step
 
 
 def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -> Evaluation | None:
-    """Evaluate all held-out rows, dealt like training rows, so that any number of ranks agrees.
+    """Evaluate all held-out rows. They are sharded like training rows, so the rank count does not change the result.
 
-    All ranks call `keep_going` together before each portion of rows; return None if it returns False.
+    All ranks call `keep_going` together before each group of rows. Return None if it returns False.
     """
     portion, model = engine.job.recipe.batch.rows, engine.model
     model.eval()
@@ -57,7 +57,7 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -
 
 
 def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return loss, targets, exact documents and documents of a micro batch, [4]."""
+    """Return loss, targets, exact documents and documents of a micro-batch, [4]."""
     inputs, documents = engine.to_device(micro_batch), micro_batch["chunk_ids"].to(engine.device)
     losses, hits = engine.model(**inputs)
     is_target = inputs["labels"] != IGNORE_INDEX
@@ -69,7 +69,7 @@ def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 @dataclass(frozen=True)
 class SampleQuestions:
-    """Held-out questions that the model answers before and after the training."""
+    """Held-out questions that the model answers before and after training."""
 
     samples: list[Sample]
     engine: Engine
@@ -80,7 +80,7 @@ class SampleQuestions:
         return {sample.question: self._answer(sample.prompt) for sample in self.samples}
 
     def _answer(self, prompt: list[int]) -> str:
-        """Return the greedy answer to a prompt, by all ranks in step, so that sharded models can give it."""
+        """Return the greedy answer to a prompt. All ranks decode in lockstep, since the model may be sharded."""
         from accelerate.utils import broadcast
 
         model = self.engine.model
@@ -90,7 +90,7 @@ class SampleQuestions:
             for _ in range(self.engine.job.recipe.eval.sample_tokens):
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
-                # Every rank takes rank 0's token: a tie broken differently on one of them would end in a hang.
+                # Every rank takes rank 0's token. A tie that ranks break differently would end in a hang.
                 chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
                 tokens = torch.cat([tokens, chosen], 1)
                 if tokens[0, -1].item() == self.tokenizer.eos_token_id:

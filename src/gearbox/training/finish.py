@@ -1,4 +1,4 @@
-"""The end of a run: stopped and saved, or done, with a model that others load."""
+"""End a run: report a stop, or export, reload and report the trained model."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from gearbox.reporting import html_report, preview
 from gearbox.reporting.plan import Plan
 from gearbox.training.run_folder import Run
 
-NUM_SHOWN_DOCUMENTS = 5  # on the report
+NUM_SHOWN_DOCUMENTS = 5  # in the report
 
 
 def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
-    """End a run that was asked to stop: say from where it resumes. Return the exit code."""
+    """End a run that was asked to stop: report the step that it resumes from. Return the exit code."""
     watchdog.disarm()
-    text = f"stopped at step {run.state.step}; the same command goes on from step {run.saved_step}"
+    text = f"stopped at step {run.state.step}; run the same command to resume from step {run.saved_step}"
     world.barrier()
     run.write_status("saved", text)
-    world.screen.print(f"[bold green]saved[/]  {text}")
+    world.screen.print(f"[bold green]saved[/]: {text}")
     return exit_code("saved")
 
 
 def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchdog) -> None:
-    """Leave the loop: other ranks may end, and what follows may take longer than a step."""
+    """Leave the loop: other ranks may exit, and later work may take longer than a step."""
     watchdog.disarm(ignores_signals=run.saved_step < num_steps)
     world.set_collective_timeout(LOADING_TIMEOUT.total_seconds())
 
 
 def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> None:
-    """Write run.folder/model. Every rank calls it: parameters are gathered one at a time."""
+    """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time."""
     recipe = engine.job.recipe
     parameters = full_parameters.iter_full_parameters(
         engine.unwrapped,
@@ -59,9 +59,9 @@ def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> 
 def report(
     plan: Plan, rows: TrainingRows, tokenizer: PreTrainedTokenizerFast, answers: dict[str, str], run: Run
 ) -> None:
-    """Show the answers, write the report, and load the saved model back in a fresh process. Only for rank 0.
+    """Show the answers, write the report, and reload the saved model in a fresh process. Only rank 0 calls it.
 
-    The other ranks end meanwhile: a large model is loaded for longer than a collective may wait.
+    The other ranks exit meanwhile, because loading a large model can outlast a collective's timeout.
     """
     screen = make_console(speaks=True)
     answered = preview.answers(rows.samples, run.state.answers_before, answers)
@@ -70,17 +70,17 @@ def report(
     html_report.write(run.folder, plan.lines(), shown, answered)
     question = rows.samples[0].question if rows.samples else "Hello"
     reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
-    screen.print(f"loaded back in a fresh process, it answers: {reply}")
-    screen.print(f"the run on a page: {run.folder / 'report.html'}; every step's numbers: metrics.jsonl")
-    screen.print(f"[bold green]done[/]  the model lies in {run.folder / 'model'}")
+    screen.print(f"reloaded in a fresh process, it answers: {reply}")
+    screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
+    screen.print(f"[bold green]done[/]: model saved to {run.folder / 'model'}")
 
 
 def ask_saved(folder: Path, question: str, trust_remote_code: bool) -> str:
-    """Put one question to the saved model in a fresh process, without a GPU, as whoever receives it would."""
+    """Ask the saved model one question in a fresh process without a GPU, as a recipient of the model would."""
     command = [sys.executable, str(ROOT / "src" / "ask.py"), str(folder), question]
     command += ["trust_remote_code=true"] if trust_remote_code else []
     environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
-        raise RuntimeError(f"{folder} was saved but cannot be loaded back:\n{ended.stderr[-3000:]}")
+        raise RuntimeError(f"{folder} was saved but cannot be reloaded:\n{ended.stderr[-3000:]}")
     return preview.short(ended.stdout)

@@ -1,4 +1,4 @@
-"""The loop: the same rows, the same loss and the same learning rate on any number of ranks, under any engine."""
+"""Run the training loop. Rows, loss and learning rate do not depend on the number of ranks or the engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gearbox.training.outputs import Outputs
 
 
 def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
-    """Train until rows.num_steps. Return True if a rank was asked to stop first; then all have saved."""
+    """Train until rows.num_steps. Return True if a rank was asked to stop first; all ranks have then saved."""
     recipe, first_step = engine.job.recipe, state.step
     while True:
-        evaluate_if_due(engine, rows, state, outputs, watchdog)  # first: a checkpoint knows its held-out loss
+        evaluate_if_due(engine, rows, state, outputs, watchdog)  # first, so that a checkpoint has its held-out loss
         watchdog.heartbeat(f"step {state.step}, boundary")
         stop = outputs.checkpointer.save_if_due(state, rows.num_steps, watchdog.stop_requested)
         if stop or state.step == rows.num_steps:
@@ -42,34 +42,34 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
         is_spike = state.advance(batch, result)
         outputs.metrics.step(batch, result, rate, is_spike)
         refuse_divergence(recipe.run.max_bad_steps, rows, state, batch, result)
-        if state.step == first_step + 1:  # loading takes long, a step does not: from here on a hang is recognised
+        if state.step == first_step + 1:  # startup is slow, later steps are not: detect hangs from here
             outputs.run.mark_started()
             engine.world.set_collective_timeout(recipe.run.hang_timeout + GRACE_SECONDS)
             watchdog.arm(outputs.run.hang_folder, recipe.run.hang_timeout)
 
 
 def heartbeats_of(step: int, watchdog: Watchdog) -> Callable[[str], None]:
-    """Return a function that tells the watchdog in which phase of the step this rank is."""
+    """Return a function that reports the phase of the step to the watchdog."""
     return lambda phase: watchdog.heartbeat(f"step {step}, {phase}")
 
 
 def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]) -> StepResult:
-    """Take one optimizer step on this rank's micro batches. Return loss and gradient norm of the whole step.
+    """Take one optimizer step on this rank's micro-batches. Return loss and gradient norm of the global step.
 
-    The loss is the sum over the target tokens of all ranks, divided by their number. Where loss or gradient is not
-    finite on one rank, the norm is finite on none, and no rank takes the step.
+    The loss is the sum over the target tokens of all ranks, divided by their number. If loss or gradient is not finite
+    on one rank, the norm is not finite on any rank, and no rank takes the step.
     """
     if engine.pipeline is not None:
         return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, heartbeat)
     step_loss, grad_norm = torch.zeros((), device=engine.device), 0.0
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
-        heartbeat(f"micro batch {number}")
+        heartbeat(f"micro-batch {number}")
         with engine.forward_inputs(micro_batch) as inputs:
-            loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its target tokens' losses
+            loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums the losses of its target tokens
             step_loss += loss.detach()
             if engine.is_last_micro_batch:
                 step_loss = engine.sum_over_ranks(step_loss)
-                loss = loss * (1 + 0 * step_loss)  # 1, or NaN on all ranks if one rank's loss is not finite
+                loss = loss * (1 + 0 * step_loss)  # NaN on all ranks if any loss is not finite
             engine.backward(loss)
             if engine.is_last_micro_batch:
                 heartbeat("gradient norm")
@@ -81,7 +81,7 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
 def train_pipeline_step(
     engine: Engine, pipeline: Pipeline, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]
 ) -> StepResult:
-    """Take the same step where micro batches flow through a pipeline, which takes all of them at once."""
+    """Take the same step under pipeline parallelism: the pipeline takes all micro-batches at once."""
     heartbeat("pipeline")
     micro_batches = [engine.to_device(micro_batch) for micro_batch in batch.micro_batches]
     loss = pipeline.step(micro_batches, 1 / max(1, batch.num_targets))
@@ -92,7 +92,7 @@ def train_pipeline_step(
 
 
 def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
-    """Return the step's router loss per target token, without its weight; None where no router is balanced."""
+    """Return the step's unweighted router loss per target token, or None without a balanced router."""
     if not router_weight(engine.unwrapped):
         return None
     return float(engine.sum_over_ranks(pop_router_loss(engine.unwrapped))) / max(1, num_targets)
@@ -101,7 +101,7 @@ def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
 def evaluate_if_due(
     engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog
 ) -> None:
-    """Evaluate the held-out rows where it is due; a stop ends it on all ranks."""
+    """Evaluate the held-out rows if that is due. A stop request ends the evaluation on all ranks."""
     if not (len(rows.held_out) and evaluation.is_due(engine.job.recipe.eval, state, rows.num_steps)):
         return
 
@@ -118,10 +118,10 @@ def evaluate_if_due(
 def refuse_divergence(
     max_bad_steps: int, rows: TrainingRows, state: TrainState, batch: StepBatch, result: StepResult
 ) -> None:
-    """Raise UserError after so many steps in a row whose loss or gradient is not finite."""
+    """Raise UserError after `max_bad_steps` consecutive steps with a non-finite loss or gradient."""
     if state.num_skipped_in_a_row >= max_bad_steps:
         raise UserError(
-            f"step {state.step}: the loss is {result.loss} and the gradient's norm {result.grad_norm}, and not finite "
-            f"for {state.num_skipped_in_a_row} steps in a row (run.max_bad_steps); lower optim.lr, or look at the "
-            f"rows {batch.row_ids}: {rows.training.locations(batch.row_ids)}"
+            f"step {state.step}: loss {result.loss}, gradient norm {result.grad_norm}: not finite for "
+            f"{state.num_skipped_in_a_row} steps in a row (run.max_bad_steps); lower optim.lr or check rows "
+            f"{batch.row_ids}: {rows.training.locations(batch.row_ids)}"
         )

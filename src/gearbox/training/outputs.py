@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics and checkpoints."""
+"""Open the outputs of a training run: metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from gearbox.training.run_folder import Run
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint of this run is made of (`CheckpointSource`)."""
+    """The contents of this run's checkpoints (a `CheckpointSource`)."""
 
     engine: Engine
     plan: Plan
 
     def local_shards(self) -> list[TensorShard]:
-        """Return what this rank writes."""
+        """Return the tensors that this rank writes."""
         return self.engine.local_shards()
 
     def manifest(self, state: TrainState) -> Manifest:
-        """Return the manifest of this step, without files."""
+        """Return the manifest of this step, without its files."""
         engine, job = self.engine, self.engine.job
         return Manifest(
             step=state.step,
@@ -50,30 +50,30 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Reports saves to the metrics, the run's status and the watchdog (`SaveListener`)."""
+    """A `SaveListener` that reports saves to the metrics, the run's status and the watchdog."""
 
     run: Run
     metrics: Metrics
     watchdog: Watchdog
 
     def saved(self, facts: SaveFacts) -> None:
-        """Record a checkpoint that is complete."""
+        """Record a complete checkpoint."""
         self.metrics.save(facts)
         self.run.saved_step = facts.saved
         self.run.write_status("running")
 
     def save_failed(self, failure: SaveFailure) -> None:
-        """Record a checkpoint that could not be written."""
+        """Record a failed save."""
         self.metrics.save(failure)
 
     def heartbeat(self, doing: str) -> None:
-        """Tell the watchdog that this rank makes progress."""
+        """Report to the watchdog that this rank makes progress."""
         self.watchdog.heartbeat(doing)
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a run writes while it trains."""
+    """The outputs of a run while it trains."""
 
     run: Run
     metrics: Metrics
@@ -82,7 +82,7 @@ class Outputs:
 
 @contextmanager
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
-    """Open metrics and checkpoints. Within, a stop is left to the loop, which saves, and dead ranks end this one."""
+    """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
     with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state) as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)

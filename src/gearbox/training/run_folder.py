@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, what it goes on from, and how it ended. Every rank calls these together."""
+"""Choose and lock a run's folder, find its checkpoint, and write its status. All ranks call these together."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redact, redacted
 from gearbox.world import World
 
-LOCK_SECONDS = 10  # for the ranks of a dead launcher to save and end
-APPEARS_SECONDS = 10  # NFS may remember that a folder was not there
+LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
+APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
-BY_TOKENS = "tokens:"  # how a rows_key begins; those of earlier versions do not
+BY_TOKENS = "tokens:"  # prefix of a rows_key; earlier versions had no prefix
 
 
 @dataclass
 class Run:
-    """A run's folder, and how far it is."""
+    """A run's folder and progress."""
 
     folder: Path
     state: TrainState
     checkpoint: Path | None = None
-    """What it resumes from; verified."""
+    """The verified checkpoint that the run resumes from."""
     manifest: Manifest | None = None
-    """Of that checkpoint."""
+    """The manifest of that checkpoint."""
     saved_step: int = 0
-    """Of the newest checkpoint in this folder."""
+    """The step of the newest checkpoint in this folder."""
     has_begun: bool = False
-    """Whether it has taken a step, in this process."""
+    """True if the run has taken a step in this process."""
 
     @property
     def checkpoints(self) -> Path:
@@ -64,11 +64,11 @@ class Run:
 
     @property
     def hang_folder(self) -> Path:
-        """Where ranks leave their stacks if they hang."""
+        """The folder for the stacks of ranks that hang."""
         return self.folder / "hang"
 
     def restore(self, engine: Engine) -> None:
-        """Give model and optimizer what the checkpoint holds, if there is one. Raises UserError where it cannot be."""
+        """Load the checkpoint, if any, into model and optimizer. Raise UserError if it cannot be loaded."""
         if self.checkpoint is None or self.manifest is None:
             return
         gear = self.manifest.gear
@@ -80,38 +80,38 @@ class Run:
             raise UserError(f"{self.checkpoint}: {error}") from None
 
     def check_same(self, rows: str, base: str | None) -> None:
-        """Raise UserError where the checkpoint was made from other rows, or upon other frozen weights."""
+        """Raise UserError if the checkpoint was trained on other rows or other frozen base weights."""
         if self.manifest is None:
             return
         if not _are_same_rows(self.manifest.rows, rows):
             raise UserError(
-                f"{self.checkpoint}: was trained on other rows: the data behind data.path, or what eval holds out of "
-                "it, has changed since; put it back, or start anew with run.resume=never"
+                f"{self.checkpoint}: was trained on other rows: the content of data.path or its held-out part has "
+                "changed; restore it, or set run.resume=never"
             )
         if self.manifest.base != base:
             raise UserError(
-                f"{self.checkpoint}: its adapter was trained upon other weights than model.name, or adapter.path, has "
-                "now; put them back, or start anew with run.resume=never"
+                f"{self.checkpoint}: its adapter was trained on other base weights: model.name or adapter.path has "
+                "changed; restore it, or set run.resume=never"
             )
 
     @property
     def compares_only_lengths(self) -> bool:
-        """Whether the checkpoint is of a version that did not identify its rows by their tokens."""
+        """True if an earlier version wrote the checkpoint and did not identify its rows by their tokens."""
         return self.manifest is not None and not self.manifest.rows.startswith(BY_TOKENS)
 
     def mark_started(self) -> None:
-        """Note that the run has taken a step: from here on its folder stays, and an error is a failure of it."""
+        """Record that the run has taken a step: its folder now stays, and an error makes the run fail."""
         self.has_begun = True
         self.write_status("running")
 
     def write_dropped(self, dropped: list[Dropped]) -> None:
-        """List the documents that are not trained, each with its reason. Only for rank 0."""
+        """Write the dropped documents, each with its reason, to dropped.jsonl. Only rank 0 calls it."""
         if dropped:
             lines = [json.dumps({"place": entry.location, "reason": entry.reason}) for entry in dropped]
             (self.folder / "dropped.jsonl").write_text(redact("".join(f"{line}\n" for line in lines)), encoding="utf-8")
 
     def write_status(self, status: str, text: str = "") -> None:
-        """Write to status.json how the run is, and to the file of each machine's launcher. Called by every rank."""
+        """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""
         launched = LaunchEnvironment.read()
         if launched.local_rank == 0:
             outcome.write_outcome(
@@ -127,24 +127,24 @@ class Run:
 
 
 def rows_key(corpus_digest: str, rows: PackedRows) -> str:
-    """Return what identifies the tokens of a run, which row each is in, and which source each row is of."""
+    """Return an identifier of a run's tokens, of the row of each token, and of the source of each row."""
     groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
     return f"{BY_TOKENS}{corpus_digest}{groups} {rows.key}"
 
 
 def _are_same_rows(saved: str, rows: str) -> bool:
-    """Compare two keys; of one from an earlier version only length and order of the rows.
+    """Compare two keys. If an earlier version wrote `saved`, compare only length and order of the rows.
 
-    Its first part is a hash of the data and of the source code that read it, which no later version can repeat.
+    Such a key starts with a hash of the data and of the code that read it. Later versions cannot reproduce this hash.
     """
     return saved == rows if saved.startswith(BY_TOKENS) else saved.rpartition(" ")[2] == rows.rpartition(" ")[2]
 
 
 @contextmanager
 def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Run]:
-    """Take the folder of this run, locked against others; delete a new one if it ends before its first step."""
+    """Choose and lock the folder of this run. Delete a new folder if the run ends before its first step."""
     recipe = job.recipe
-    locks: list[filesystem.Lock] = []  # one, on rank 0
+    locks: list[filesystem.Lock] = []  # one lock, on rank 0
 
     def choose() -> tuple[str, bool]:
         try:
@@ -154,7 +154,8 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
         locks.append(lock)
         return str(folder), is_new
 
-    requested = next(filter(None, world.gather(outcome.requested_run_folder())), None)  # one launcher may be newer
+    # A launcher that joined later requests no folder.
+    requested = next(filter(None, world.gather(outcome.requested_run_folder())), None)
     name, is_new = world.decide(choose)
     run = Run(Path(name), TrainState())
     try:
@@ -176,19 +177,19 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
 
 
 def _check_all_see(folder: Path, world: World) -> None:
-    """Raise UserError where a rank's machine does not see the folder."""
+    """Raise UserError if a rank's machine does not see the folder."""
     sees = world.gather(filesystem.wait_for_path(folder, APPEARS_SECONDS))
     if blind := [str(rank) for rank, seen in enumerate(sees) if not seen]:
         raise UserError(f"run.dir: rank {', '.join(blind)} cannot see {folder}; all machines need the same run.dir")
 
 
 def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[str], None]) -> None:
-    """Remove what a dead run left unfinished, and write the recipe in force. Only for the holder of the lock."""
+    """Delete the leftovers of a dead run, and write the resolved recipe. Only the lock's holder calls it."""
     if lock.problem:
-        tell(f"{run.folder}: cannot be locked ({lock.problem}): see that no other run has this run.name")
+        tell(f"{run.folder}: cannot be locked ({lock.problem}); make sure that no other run uses this run.name")
     for folder in folders.delete_unfinished(run.checkpoints):
-        tell(f"{folder} was never finished, and is removed")
-    for leftover in run.hang_folder.glob("*.txt"):  # of ranks that were killed; others have a stack
+        tell(f"{folder}: removed, the checkpoint was unfinished")
+    for leftover in run.hang_folder.glob("*.txt"):  # empty if the rank was killed; the others contain a stack
         if not leftover.stat().st_size:
             leftover.unlink()
     resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
@@ -198,13 +199,13 @@ def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[st
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what decides about numbers."""
+    """Return the versions of the packages that influence numerical results."""
     names = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
     return {"python": platform.python_version()} | {name: version(name) for name in names if find_spec(name)}
 
 
 def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Path, bool, filesystem.Lock]:
-    """Return the folder to run in, whether it is new, and its lock; `requested` is the one that a launcher restarts."""
+    """Return the run's folder, whether it is new, and its lock. A restarting launcher passes `requested`."""
     parent, resume = Path(recipe.run.dir), recipe.run.resume
     parent.mkdir(parents=True, exist_ok=True)
     series = _series(parent, name)
@@ -212,7 +213,7 @@ def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Pa
     if requested is not None:
         return (folder := Path(requested)), False, _lock(folder)
     if resume == "latest" and not series:
-        raise UserError(f"run.resume: latest, but {parent} holds no run {name!r}")
+        raise UserError(f"run.resume: latest, but {parent} contains no run {name!r}")
     if series and (resume != "never" or is_restart):
         last = series[-1]
         if resume == "latest" or _is_to_continue(last, recipe, is_restart):
@@ -221,9 +222,9 @@ def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Pa
             if resume == "latest" and is_done and not folders.list_checkpoints(last / "checkpoints"):
                 lock.release()
                 raise UserError(
-                    f"run.resume: latest, but {last} is done and has no checkpoint to go on from; take run.resume=never"
+                    f"run.resume: latest, but {last} is done and has no checkpoint to resume from; use run.resume=never"
                 )
-            if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # it may have ended meanwhile
+            if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # the run may have ended meanwhile
                 return last, False, lock
             lock.release()
     folder = _create_folder(parent, name)
@@ -231,14 +232,14 @@ def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Pa
 
 
 def _series(parent: Path, name: str) -> list[Path]:
-    """name, name-2, name-3, ...: those that are there, by number."""
+    """Return the existing folders among name, name-2, name-3, ..., sorted by number."""
     numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in parent.glob(f"{name}-*") if folder.is_dir()}
     siblings = sorted((int(number), folder) for folder, number in numbers.items() if number.isdigit())
     return [*([parent / name] if (parent / name).is_dir() else []), *(folder for _, folder in siblings)]
 
 
 def _is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
-    """Whether `auto`, or a checkpoint's path, means this run: it is not finished, and no other one."""
+    """Return True if `auto`, or a checkpoint's path, resumes this run: it is unfinished and the same run."""
     status = outcome.read_outcome(folder / "status.json")
     saved = _resolved(folder)
     has_checkpoints = bool(folders.list_checkpoints(folder / "checkpoints"))
@@ -259,30 +260,30 @@ def _resolved(folder: Path) -> dict[str, Any]:
 
 
 def _create_folder(parent: Path, name: str) -> Path:
-    """name, or name-2, name-3, ... after the last one that is there; made now."""
+    """Create and return the folder name, or name-2, name-3, ... after the last existing folder."""
     while True:
         there = _series(parent, name)
         last = there[-1].name.removeprefix(f"{name}-") if there else "0"
         folder = parent / (f"{name}-{int(last) + 1 if last.isdigit() else 2}" if there else name)
-        with suppress(FileExistsError):  # somebody was faster
+        with suppress(FileExistsError):  # another process created it first
             folder.mkdir()
             return folder
 
 
 def _lock(folder: Path) -> filesystem.Lock:
-    """Two runs in one folder would overwrite each other. The lock goes with the process that holds it."""
+    """Lock the folder, since two runs would overwrite each other. The lock ends with its process."""
     lock = filesystem.Lock(folder / "lock", LOCK_SECONDS)
     if lock.is_taken:
         owner = outcome.read_outcome(folder / "status.json")
         raise UserError(
-            f"run.name: {folder} is in use by process {owner.get('pid')} on {owner.get('host')}; wait for it, or give "
-            "this one a run.name"
+            f"run.name: {folder} is in use by process {owner.get('pid')} on {owner.get('host')}; wait for it, or "
+            "choose another run.name"
         )
     return lock
 
 
 def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell: Callable[[str], None]) -> None:
-    """Set what the run resumes from: the newest complete checkpoint in a folder of them, or the one named."""
+    """Set the checkpoint to resume from: `source` itself, or the newest complete checkpoint in it."""
     is_one = (source / MANIFEST).is_file()
     candidates = [str(source)] if is_one else [str(path) for _, path in folders.list_checkpoints(source)]
     candidates = world.gather(candidates)[0]
@@ -291,28 +292,28 @@ def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell:
         problem, found = _verify_share(folder, world)
         if problems := [found for found in world.gather(problem) if found]:
             num_bad += 1
-            tell(f"{folder} is passed over: {problems[0]}")
+            tell(f"skipping {folder}: {problems[0]}")
             continue
         assert found is not None
         run.manifest, run.state = found
         if different := _differences(run.manifest.recipe, recipe):
             raise UserError(
-                f"{folder}: was made by another recipe: {'; '.join(different)}; put that back, or start anew with "
+                f"{folder}: was made by another recipe: {'; '.join(different)}; undo the change, or set "
                 "run.resume=never"
             )
         run.checkpoint = folder
-        # One in another folder is not this run's.
+        # A checkpoint in another folder belongs to another run.
         run.saved_step = run.manifest.step if folder.parent == run.checkpoints else 0
         return
     if num_bad:
         raise UserError(
-            f"{source}: no checkpoint is whole ({num_bad} of them, see above); run.resume=never starts anew in "
+            f"{source}: no valid checkpoint ({num_bad} skipped, see above); run.resume=never starts a new run in "
             "another folder"
         )
 
 
 def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifest, TrainState] | None]:
-    """Verify this rank's share of a checkpoint's files; return what is wrong, or the manifest and what it resumes."""
+    """Verify this rank's share of a checkpoint's files. Return the problem, or the manifest and the state."""
     try:
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.size]
@@ -321,19 +322,19 @@ def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifes
     except CorruptCheckpoint as found:
         return str(found), None
     except TypeError as found:
-        return f"is of another version: {found}", None
+        return f"was written by another version: {found}", None
 
 
 def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The keys whose change makes it another run, with both values."""
+    """Return the changed keys, with both values, that make this a different run."""
     there, here = _flat(with_new_keys(saved)), _flat(redacted(recipe.model_dump(mode="json")))
     return [
-        f"{key} was {there.get(key)!r} and is {here.get(key)!r}"
+        f"{key} changed from {there.get(key)!r} to {here.get(key)!r}"
         for key in sorted({*there, *here})
         if there.get(key) != here.get(key) and (key in MAY_NOT or not key.startswith(MAY_CHANGE))
     ]
 
 
 def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
-    """group.key to value."""
+    """Return a mapping from "group.key" to the value."""
     return {f"{group}.{key}": value for group, found in recipe.items() for key, value in found.items()}

@@ -1,6 +1,6 @@
-"""What main builds before the first step: one function each, in the order in which main calls them.
+"""Set up a training session: one function per setup stage, in the order in which main calls them.
 
-The order matters: every rank makes the same collective calls, and each function needs what those before it made.
+The order matters: every rank makes the same collective calls, and each function needs the earlier results.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from gearbox.reporting.plan import Plan, data_facts
 from gearbox.training import run_folder
 from gearbox.training.run_folder import Run
 
-# By precision. The largest relative difference between our loss and the model's own:
+# Largest relative difference between our loss and the model's own loss, by precision.
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
-# The largest change of a token's loss when another document of its row changes:
+# Largest change of a token's loss when another document in its row changes, by precision.
 LEAK_TOLERANCE = {"no": 1e-4, "bf16": 3e-2}
-NARROW_LAYERS = 3  # of the narrow copy that shows whether a family can be divided into stages
+NARROW_LAYERS = 3  # of the narrow copy that tests whether a model family splits into stages
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The documents as tokens, and the rows made of them."""
+    """The tokenized documents and the rows packed from them."""
 
     tokenizer: PreTrainedTokenizerFast
     corpus: MappedCorpus
     evaluated: MappedCorpus | None
-    """Of eval.path, if it is given."""
+    """The documents of eval.path, if set."""
     rows: TrainingRows
 
     @property
     def key(self) -> str:
-        """The same for the same tokens in the same rows, whatever files they came from."""
+        """An identifier of the tokens and their rows, independent of the source files."""
         digests = [one.digest for one in (self.corpus, self.evaluated) if one is not None]
         return " ".join(
             [*digests, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
@@ -60,12 +60,12 @@ class TrainingData:
 
 
 def prepare_data(job: Job) -> tuple[Job, TrainingData]:
-    """Tokenize the documents and pack them into rows. Return the job with the settings of an adapter from the hub."""
+    """Tokenize the documents and pack them into rows. Return the job, with the settings of a downloaded adapter."""
     process_group.check_ranks(job.gear)
     screen = make_console(speaks=process_group.is_first_rank())
     if job.recipe.model.trust_remote_code:
         name = job.recipe.model.name
-        screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code that comes with {name}[/]")
+        screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code shipped with {name}[/]")
     recipe = adapters.download_adapter(job.recipe)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
@@ -76,32 +76,33 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
 
 
 def join(job: Job, data: TrainingData) -> ProcessGroup:
-    """Meet the other ranks. Raises UserError unless all are here, in one world, with the same data."""
+    """Join the other ranks. Raise UserError unless all ranks share one process group and the same data."""
     gear = job.gear
     world = process_group.join_process_group(gear)
     devices = world.rank_devices()
     topology.check_single_world(devices)
     process_group.check_same_data(world, data.key)
     world.screen.print(f"[bold]Gearbox[/]  recipe {job.recipe_path}  gear {gear.name}")
-    if outcome.requested_run_folder() is None:  # else the first try has printed them
+    if outcome.requested_run_folder() is None:  # a restart does not repeat them
         for hint in job.hints:
             world.screen.print(f"hint: {escape(hint)}")
     for line in topology.format_rank_table(devices):
         world.screen.print(line)
     if nodes := topology.num_idle_nodes(devices):
         world.screen.print(
-            f"hint: {nodes} more machines of this job are idle; cluster/slurm/train.sbatch uses them all"
+            f"hint: {nodes} more machines of this job are idle; cluster/slurm/train.sbatch uses all machines"
         )
     if process_group.runs_on_cpu():
-        world.screen.print(f"no GPU: rehearsal, {gear.num_processes} x {gear.name} on the CPU in fp32")
+        processes = "1 CPU process" if gear.num_processes == 1 else f"{gear.num_processes} CPU processes"
+        world.screen.print(f"no GPU: running {gear.name} on {processes} in fp32")
     elif gpus := process_group.num_idle_gpus():
-        use = "ddp, fsdp and zero3 use --num_processes N of them"
-        world.screen.print(f"hint: {gpus} more GPUs of this machine are idle; {use}")
+        use = "to use them, run ddp, fsdp or zero3 with --num_processes N"
+        world.screen.print(f"hint: {gpus} more GPUs on this machine are idle; {use}")
     return world
 
 
 def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) -> Engine:
-    """Load the model, and wrap model and optimizer as the gear asks."""
+    """Load the model, and wrap model and optimizer for the gear's engine."""
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
     config = loading.architecture(source, recipe.model)
@@ -109,7 +110,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(copy.deepcopy(config), tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
-    accelerator = engines.create_accelerator(job)  # before the model is loaded: ZeRO-3 shards it on the way
+    accelerator = engines.create_accelerator(job)  # before loading, because ZeRO-3 shards the model while it loads
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
@@ -118,7 +119,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
 
 
 def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
-    """Return what runs. Raises UserError unless it is what was asked for, and its loss is the model's own."""
+    """Return the verified facts. Raise UserError on an engine mismatch, or if the loss is not the model's own."""
     job = engine.job
     facts = verification.verify(
         engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
@@ -129,7 +130,7 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
 
 
 def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
-    """Return the rows to train: packed ones, or one document each where the model lets packed documents leak."""
+    """Return the rows to train: packed, or one document per row if packed documents leak into each other."""
     rows = data.rows
     if rows.training.packing:
         change = probes.measure_packing_leak(engine, rows.training, len(data.tokenizer))
@@ -142,14 +143,14 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
 
 
 def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, facts: EngineFacts) -> Plan:
-    """Plan the run. Raises UserError where it cannot be that of the checkpoint, or where checkpoints do not fit."""
+    """Plan the run. Raise UserError if it does not match its checkpoint, or if checkpoints do not fit on the disk."""
     job, world = engine.job, engine.world
     rows_key = run_folder.rows_key(data.corpus.digest, rows.training)
     base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
     run.check_same(rows_key, base)
     if run.state.step > rows.num_steps:
         raise UserError(
-            f"train.steps: {rows.num_steps} are fewer than the {run.state.step} steps of {run.checkpoint}; give more"
+            f"train.steps: {rows.num_steps} is less than the {run.state.step} steps of {run.checkpoint}; increase it"
         )
     num_bytes = sharded_state.checkpoint_bytes(engine.unwrapped, engine.optimizer, world)
     return Plan(
@@ -167,13 +168,13 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
 
 
 def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world: ProcessGroup) -> None:
-    """Print the plan and a document with its trained tokens; list the documents that are not trained."""
+    """Print the plan and a document with its supervised tokens, and list the dropped documents."""
     plan.show(world.screen)
     if run.checkpoint is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
-        world.screen.print(f"[bold]goes on[/] from {run.checkpoint}, {step}")
+        world.screen.print(f"[bold]resuming[/] from {run.checkpoint} at {step}")
     if run.compares_only_lengths:
-        world.screen.print("hint: an earlier version wrote this checkpoint: of its rows, only lengths are compared")
+        world.screen.print("hint: an earlier version wrote this checkpoint; only the lengths of its rows are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:
