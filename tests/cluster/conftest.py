@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes, and jobs on it."""
+"""Fixtures: a real Slurm of two nodes, a clone of the repository, and jobs that run a stub launcher."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def clone(tmp_path_factory):
 
 
 LAUNCHER = """#!/usr/bin/env bash
-# Ends with CODE if there is one; else with 85 when it is asked to, SAVE seconds later, and with 0 once requeued.
+# Exit with CODE if it is set. Otherwise exit with 85, SAVE seconds after a signal, or with 0 after a requeue.
 trap 'sleep "${SAVE:-0}"; exit 85' USR1 TERM
 echo "restart ${SLURM_RESTART_COUNT:-0} on $PET_NNODES at $PET_MASTER_ADDR:$PET_MASTER_PORT of $PET_NPROC_PER_NODE: $*"
 [[ -z ${CODE-} ]] || exit "$CODE"
@@ -31,7 +31,7 @@ while :; do sleep 0.1; done
 
 @pytest.fixture
 def environment(tmp_path):
-    """The folder of a Python that is LAUNCHER."""
+    """Return an environment folder whose Python is LAUNCHER."""
     python = tmp_path / "environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(LAUNCHER)
@@ -41,13 +41,13 @@ def environment(tmp_path):
 
 @pytest.fixture
 def job(slurm, clone, environment):
-    """A job of LAUNCHERs that have begun: job("--nodes=1", CODE="93") -> its number."""
+    """Submit a job of LAUNCHERs, wait until they run and return its id: job("--nodes=1", CODE="93")."""
 
     def submit(*flags: str, arguments=DDP, **variables: str) -> str:
         given = {"GEARBOX_ENV": environment, "PET_NPROC_PER_NODE": "1"} | variables
         number = slurm.submit("--nodes=2", *flags, TRAIN, *arguments, cwd=clone, **given)
         if "CODE" not in variables and not any(flag.startswith("--array") for flag in flags):
-            slurm.until(lambda: slurms.log(clone, number).count("restart 0 on") >= 2, f"the begin of job {number}")
+            slurm.until(lambda: slurms.log(clone, number).count("restart 0 on") >= 2, f"the start of job {number}")
         return number
 
     return submit

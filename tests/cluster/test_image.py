@@ -1,4 +1,4 @@
-"""What of the image needs no build: locks, .dockerignore, compose.yaml, the release. test_image_build.py builds it."""
+"""Check what needs no build of the image: lock files, .dockerignore, compose.yaml and the release workflow."""
 
 import os
 import re
@@ -29,13 +29,13 @@ TRACKED = subprocess.run(
     check=True,
 ).stdout.splitlines()
 TRACKED = [name for name in TRACKED if (ROOT / name).is_file()]
-# Of torch's CUDA build, which fixes their versions; and what torch requires as well, which pip freeze hides.
+# constraints.txt lacks what torch's CUDA build pins itself, and the packages that pip freeze hides.
 CUDA = re.compile(r"nvidia-|cuda-|triton$")
 HIDDEN = {"setuptools"}
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_holds_the_versions_of_constraints(name):
+def test_a_lock_has_the_versions_of_constraints(name):
     constraints = locked_versions((ROOT / "constraints.txt").read_text())
     locked = {
         package: version.split("+")[0]  # 2.13.0+cpu is a build of 2.13.0
@@ -47,7 +47,7 @@ def test_a_lock_holds_the_versions_of_constraints(name):
         assert requirement.specifier.contains(locked[canonical(requirement.name)]), requirement
 
 
-def test_the_locks_differ_in_torch_alone():
+def test_the_locks_differ_only_in_torch():
     cpu, cuda = locked_versions(LOCKS["cpu"]), locked_versions(LOCKS["cuda"])
     assert cpu.pop("torch") == f"{cuda.pop('torch')}+cpu"
     assert cpu == {package: version for package, version in cuda.items() if not CUDA.match(package)}
@@ -55,14 +55,14 @@ def test_the_locks_differ_in_torch_alone():
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_file_of_a_lock_is_known_by_its_hash(name):
+def test_every_file_of_a_lock_has_a_hash(name):
     entries = re.split(r"^(?=[\w.-]+==)", re.sub(r"^\s*#.*\n", "", LOCKS[name], flags=re.M), flags=re.M)
     assert entries.pop(0).split() in ([], ["--find-links", "https://download.pytorch.org/whl/cpu/torch/"])
     for entry in entries:
         assert re.fullmatch(r"[\w.-]+==[\w.+]+ \\\n(    --hash=sha256:[0-9a-f]{64}( \\)?\n)+", entry), entry
 
 
-def test_verify_names_what_is_not_as_locked():
+def test_verify_names_versions_that_differ_from_the_lock():
     locked = locked_versions("# via\nJinja2==3.1.6 \\\n    --hash=sha256:00\ntorch==2.13.0+cpu \\\nxxhash==4.1.0\n")
     assert differences(locked, {"jinja2": "3.1.6", "torch": "2.13.0+cpu", "xxhash": "4.1.0"}) == []
     assert differences(locked, {"jinja2": "3.1.5", "torch": "2.13.0+cpu", "left-pad": "1"}) == [
@@ -78,8 +78,8 @@ def test_verify_finds_modules_in_their_folders():
     assert len(names) >= MIN_MODULES and len(names) == len({*names})
 
 
-def test_no_image_or_action_is_one_that_moves():
-    """No `latest`: what runs tomorrow is what ran today."""
+def test_every_image_and_action_is_pinned():
+    """Nothing is `latest`: tomorrow runs the same versions as today."""
     text = {name: (ROOT / name).read_text(errors="replace") for name in TRACKED if not name.startswith("tests/")}
     assert [name for name, content in text.items() if re.search(r"[:@-]latest\b", content)] == []
     workflows = [content for name, content in text.items() if name.startswith(".github/workflows/")]
@@ -97,13 +97,13 @@ def test_no_image_or_action_is_one_that_moves():
     + [("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml")]
     + [("github-issue-forms", f".github/ISSUE_TEMPLATE/{name}.yml") for name in ("bug", "feature")],
 )
-def test_is_what_its_schema_allows(schema, name):
+def test_files_match_their_schemas(schema, name):
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(ROOT / name)]
     outcome = subprocess.run(command, text=True, capture_output=True, check=False)
     assert outcome.returncode == 0, outcome.stdout
 
 
-def test_scripts_of_a_workflow_are_shell():
+def test_scripts_of_a_workflow_pass_shellcheck():
     for name in TRACKED:
         if name.startswith(".github/workflows/"):
             for job in yaml.safe_load((ROOT / name).read_text())["jobs"].values():
@@ -118,7 +118,7 @@ def test_scripts_of_a_workflow_are_shell():
                     assert checked.returncode == 0 and "${{" not in script, checked.stdout
 
 
-def test_compose_says_what_the_image_is():
+def test_compose_matches_the_image():
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]
     assert service["image"] == f"gearbox:{PROJECT['version']}"
     assert int(service["stop_grace_period"].removesuffix("m")) * 60 > SHUTDOWN_SECONDS
@@ -127,8 +127,8 @@ def test_compose_says_what_the_image_is():
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not shutil.which("docker-compose"), reason="no docker-compose here")
-def test_compose_is_understood(tmp_path):
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="docker-compose is not installed")
+def test_docker_compose_accepts_the_file(tmp_path):
     outcome = subprocess.run(
         ["docker-compose", "--file", str(ROOT / "compose.yaml"), "config"],
         text=True,
@@ -142,9 +142,9 @@ def test_compose_is_understood(tmp_path):
 
 
 @pytest.mark.root
-@pytest.mark.skipif(not shutil.which("buildah"), reason="no buildah here")
+@pytest.mark.skipif(not shutil.which("buildah"), reason="buildah is not installed")
 def test_no_key_reaches_a_build(tmp_path):
-    """What COPY . . takes of a tree with keys, by the .dockerignore."""
+    """Check that `COPY . .` with the .dockerignore copies no key from a tree that has some."""
     tree = tmp_path / "tree"
     tree.mkdir()
     shutil.copy(ROOT / ".dockerignore", tree)

@@ -1,6 +1,6 @@
-"""`make image-test`: the image, built by its Dockerfile with buildah on a Debian of debootstrap's, and run.
+"""`make image-test`: build the image from its Dockerfile with buildah, on a Debian made by debootstrap, and run it.
 
-No engine is needed: a container is a mount, process and network namespace of its own over the image's files.
+No container engine is needed: a container is a mount, process and network namespace over the image's files.
 """
 
 import ast
@@ -20,11 +20,11 @@ import pytest
 from gearbox import ROOT
 from support.repository import copy_of_the_tree, plant
 
-DEBIAN = Path("/var/tmp/gearbox-debian-bookworm.tar")  # made once a machine: 2 minutes
+DEBIAN = Path("/var/tmp/gearbox-debian-bookworm.tar")  # built once per machine, in 2 minutes
 TOOLS = ["buildah", "debootstrap", "unshare", "ip"]
 pytestmark = [pytest.mark.long, pytest.mark.image, pytest.mark.cold, pytest.mark.root, pytest.mark.timeout(1800)]
 SMALL = "schedule.warmup=1 batch.rows=4 batch.row_tokens=64 eval.every=0 eval.samples=0".split()
-# What `docker run --read-only --tmpfs /tmp --network none` does: PID 1 is the command, in the image's environment.
+# Do what `docker run --read-only --tmpfs /tmp --network none` does: the command is PID 1, in the image's environment.
 CONTAINER = """
 set -eu
 mount --make-rprivate /
@@ -51,7 +51,7 @@ def needed():
     if os.geteuid() != 0:
         pytest.skip("chroot and mounts need root")
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        pytest.skip(f"not here: {missing}")
+        pytest.skip(f"not installed: {missing}")
     if "overlay" not in Path("/proc/filesystems").read_text():
         pytest.skip("the kernel has no overlayfs")
 
@@ -67,7 +67,7 @@ def done(outcome: subprocess.CompletedProcess) -> str:
 
 
 def debian() -> Path:
-    """A Debian with Python, as a tar, from the mirror that this machine itself uses."""
+    """Return a tar of a Debian with Python, built from the mirror that this machine uses."""
     if not DEBIAN.exists():
         asked = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Release: bookworm"]
         targets = subprocess.run(asked, text=True, capture_output=True, check=True).stdout.split()
@@ -85,7 +85,7 @@ def debian() -> Path:
 
 
 def pip_configuration(secret: str) -> tuple[str, list[str]]:
-    """This machine's way to a package index as a pip.conf, and the folders that it names."""
+    """Return a pip.conf with this machine's package index, and the folders that it names."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], text=True, capture_output=True, check=True
     ).stdout
@@ -93,7 +93,7 @@ def pip_configuration(secret: str) -> tuple[str, list[str]]:
         re.split(r"\.", key, maxsplit=1)[1]: ast.literal_eval(value)
         for key, value in (line.split("=", 1) for line in listed.splitlines())
     }
-    values["retries"] = "0"  # the page of torch's CPU build may be out of reach
+    values["retries"] = "0"  # the page of torch's CPU build may be unreachable
     text = f"# {secret}\n[global]\n" + "".join(f"{key} = {value}\n" for key, value in values.items())
     paths = {Path(path) for path in re.findall(r"(?<![\w:/])(?:file://)?(/[\w./-]+)", text)}
     return text, sorted({str(Path(*path.parts[:3])) for path in paths if path.exists()})
@@ -101,14 +101,14 @@ def pip_configuration(secret: str) -> tuple[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> tuple[Path, str]:
-    """The tree as a user has it: with keys and tokens, and the one word that each of them holds."""
+    """Return a copy of the tree with planted keys and tokens, and the secret word that each of them contains."""
     tree = copy_of_the_tree(tmp_path_factory.mktemp("context") / "gearbox")
     return tree, plant(tree)
 
 
 @pytest.fixture(scope="module")
 def storage(planted):
-    """Where buildah keeps images, with the CPU image built in it."""
+    """Yield the folder of buildah's images, with the CPU image built in it."""
     folder = Path(subprocess.check_output(["mktemp", "-d", "/var/tmp/gearbox-image.XXXXXX"], text=True).strip())
     try:
         container = done(buildah(folder, "from", "scratch"))
@@ -140,14 +140,14 @@ def configuration(storage) -> dict:
 
 @pytest.fixture(scope="module")
 def root(storage) -> Path:
-    """The image's files."""
+    """Return the mounted root folder of the image."""
     container = done(buildah(storage, "from", "localhost/gearbox:test"))
     return Path(done(buildah(storage, "mount", container)))
 
 
 @pytest.fixture
 def start(root, configuration, tmp_path):
-    """Start a container: start("src/train.py", ..., user="4242:4242") -> Popen; its volumes lie in tmp_path."""
+    """Start a container, with volumes in tmp_path, and return its Popen: start("src/train.py", user="4242:4242")."""
     started = []
 
     def call(*arguments: str, user: str = "10001:10001", entrypoint: bool = True, **options) -> subprocess.Popen:
@@ -173,7 +173,7 @@ def ended(process: subprocess.Popen, code: int = 0) -> str:
     return said
 
 
-def test_what_the_image_says_of_itself(configuration):
+def test_the_configuration_of_the_image(configuration):
     assert configuration["User"] == "10001:10001"
     assert set(configuration["Volumes"]) == {"/cache", "/data", "/gearbox/runs"}
     assert configuration["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
@@ -181,7 +181,7 @@ def test_what_the_image_says_of_itself(configuration):
 
 
 def test_no_secret_in_a_layer(storage, planted, root):
-    """Every file of every layer, also of those that a later one hides; and the configuration with its history."""
+    """Search every file of every layer, including hidden ones, and the configuration with its history."""
     layers = sorted(storage.glob("root/overlay/*/diff"))
     assert len(layers) > 5
     names = {str(path.relative_to(layer)) for layer in layers for path in layer.rglob("*")}
@@ -204,14 +204,14 @@ def test_no_run_or_cache_of_the_build_is_left(root):
     assert not list(Path(root, "gearbox").rglob(".*"))
 
 
-def test_its_size_is_the_documents(root):
+def test_the_size_matches_the_document(root):
     stated = float(re.search(r"CPU image\D*([\d.]+) GB", (ROOT / "docs/image.md").read_text())[1])
     size = int(subprocess.check_output(["du", "--summarize", "--bytes", root], text=True).split()[0]) / 1e9
     print(f"the CPU image: {size:.2f} GB unpacked")
     assert abs(size - stated) < 0.1 * stated
 
 
-def test_a_path_is_run_by_python_on_a_read_only_root(start, tmp_path):
+def test_python_runs_a_path_on_a_read_only_root(start, tmp_path):
     said = ended(start("src/train.py", "recipes/tiny.yaml", "train.steps=3", *SMALL))
     assert json.loads((tmp_path / "runs/tiny-single/status.json").read_text())["outcome"] == "done", said
     assert (tmp_path / "runs/tiny-single/model/model.safetensors").stat().st_uid == 10001
@@ -220,14 +220,14 @@ def test_a_path_is_run_by_python_on_a_read_only_root(start, tmp_path):
 
 
 def test_any_other_command_by_any_other_user(start, tmp_path):
-    """Two ranks find each other without a network, under a uid without a name."""
+    """Two ranks connect without a network, under a uid that has no name."""
     command = "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 src/train.py"
     ended(start(*command.split(), "train.steps=2", *SMALL, user="4242:4343"))
     model = (tmp_path / "runs/tiny-ddp/model/model.safetensors").stat()
     assert (model.st_uid, model.st_gid) == (4242, 4343)
 
 
-def test_sigterm_reaches_what_runs_and_it_saves(start, tmp_path):
+def test_sigterm_reaches_the_command_which_saves(start, tmp_path):
     process = start("src/launch.py", "single", "train.steps=100000", "run.name=stopped", *SMALL)
     metrics = tmp_path / "runs/stopped/metrics.jsonl"
     while not (metrics.exists() and '"step"' in metrics.read_text()):
@@ -240,7 +240,7 @@ def test_sigterm_reaches_what_runs_and_it_saves(start, tmp_path):
 
 
 def test_no_zombie_stays(start):
-    """An orphan that ends is reaped: rows of /proc with state Z."""
+    """PID 1 reaps an orphan that exits: no process in /proc has state Z."""
     orphan = (
         "import os, time\nif os.fork() == 0:\n    os.fork() and os._exit(0)\n    time.sleep(0.5)\n    os._exit(0)\n"
     )
@@ -271,7 +271,7 @@ def test_the_health_check(start, configuration):
     ids=["import", "version", "training"],
 )
 def test_the_build_fails(storage, tmp_path, breaks, said):
-    """The Dockerfile's own last RUN, after something was broken."""
+    """Run the last RUN of the Dockerfile after breaking one part of the image."""
     check = re.findall(r"^RUN (?:.*\\\n)*.*\n", (ROOT / "Dockerfile").read_text(), re.M)[-1]
     lines = ["FROM localhost/gearbox:test", "ARG LOCK", "USER 0", f"RUN {breaks}", "USER 10001:10001", check]
     (tmp_path / "Dockerfile").write_text("\n".join(lines))

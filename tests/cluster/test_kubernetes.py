@@ -1,4 +1,4 @@
-"""cluster/kubernetes: manifests that the official schemas accept, and that agree with each other and with the code."""
+"""Check that the manifests of cluster/kubernetes match the official schemas, each other and the code."""
 
 import os
 import re
@@ -48,7 +48,7 @@ FOLDERS = [
     for top in ("jobs", "setup")
     for path in sorted((KUBERNETES / top).glob("*/kustomization.yaml"))
 ]
-OLDEST = "1.31"  # Kubernetes, in which every field is on by default; the document says so
+OLDEST = "1.31"  # the oldest Kubernetes with every field on by default, as the document states
 
 
 @pytest.fixture(params=JOBS)
@@ -64,7 +64,7 @@ def job(rendered):
 # ---------------------------------------------------------------------------- what the API accepts
 
 
-def test_every_folder_is_looked_at():
+def test_every_folder_is_checked():
     assert {"setup/claims", *(folder for folders in JOBS.values() for folder in folders)} == set(FOLDERS)
 
 
@@ -86,7 +86,7 @@ def test_kubeflow_trainer_accepts_it(folder):
     accept_kubeflow(next(found for found in render(folder) if "kubeflow.org" in found["apiVersion"]))
 
 
-def test_what_kubeflow_trainer_does_not_know_is_refused():
+def test_keys_unknown_to_kubeflow_trainer_are_refused():
     train_job = of_kind(render("jobs/trainjob"), "TrainJob")
     train_job["spec"]["trainer"]["numNods"] = 2
     with pytest.raises(AssertionError, match=r"spec\.trainer\.numNods"):
@@ -99,7 +99,7 @@ def test_what_kubeflow_trainer_does_not_know_is_refused():
 
 
 def accept_kubeflow(manifest):
-    """By the models of Kubeflow Trainer's API. They pass over keys that they do not know: keys are looked at first."""
+    """Validate a manifest with the models of Kubeflow Trainer's API. They ignore unknown keys, so check keys first."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow_trainer_api is not installed")
     group, version = manifest["apiVersion"].split("/")
     assert group == "trainer.kubeflow.org"
@@ -109,7 +109,7 @@ def accept_kubeflow(manifest):
 
 
 def unknown(value, annotation, path=""):
-    """Paths of the keys in value that a pydantic model, or one below it, has no field for."""
+    """Return the paths of keys in value for which a pydantic model, or a nested one, has no field."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return unknown(value, next(found for found in arguments if found is not type(None)), path)
@@ -129,7 +129,7 @@ def unknown(value, annotation, path=""):
     ]
 
 
-# ---------------------------------------------------------------------------- what a pod is and may
+# ---------------------------------------------------------------------------- what a pod is and may do
 
 
 def test_every_image_has_the_version_of_the_project():
@@ -154,11 +154,11 @@ def test_a_pod_fits_the_restricted_security_standard(job):
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
 
 
-def test_what_is_written_has_a_volume(job):
+def test_every_written_path_has_a_volume(job):
     pod, container = job["spec"]["template"]["spec"], container_of(job)
     volumes = {volume.pop("name"): volume for volume in map(dict, pod["volumes"])}
     places = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
-    assert volumes == {}, "a volume that nothing mounts"
+    assert volumes == {}, "a volume is not mounted"
     dockerfile = (ROOT / "Dockerfile").read_text()
     workdir = re.search(r"^WORKDIR (\S+)$", dockerfile, re.M)[1]
     assert re.search(r"^ENV .*?\bHF_HOME=(\S+)", dockerfile, re.M | re.S)[1] == "/cache/huggingface"
@@ -169,8 +169,8 @@ def test_what_is_written_has_a_volume(job):
     assert all(claim["accessModes"] == ["ReadWriteMany"] for claim in claims.values())
     assert places["/tmp"] == places["/cache"] == {"emptyDir": {}}
     shared, memory = places["/dev/shm"]["emptyDir"], container["resources"]["limits"]["memory"]
-    assert shared["medium"] == "Memory" and gib(shared["sizeLimit"]) < gib(memory), "it counts as memory"
-    assert container["resources"]["requests"]["memory"] == memory, "a save would be what gets the pod evicted"
+    assert shared["medium"] == "Memory" and gib(shared["sizeLimit"]) < gib(memory), "/dev/shm counts as memory"
+    assert container["resources"]["requests"]["memory"] == memory, "a save could get the pod evicted"
 
 
 def gib(quantity):
@@ -181,12 +181,12 @@ def test_the_kubelet_waits_longer_than_a_save(job):
     grace = job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > supervisor.SHUTDOWN_SECONDS
     measured = re.search(r"complete after \d+ to (\d+) s", (ROOT / "benchmarks" / "saving.md").read_text())
-    assert grace > 2 * int(measured[1]), "one under way, and the last one"
+    assert grace > 2 * int(measured[1]), "a save in progress, and the last one"
     assert f"{grace} s" in DOCUMENT and f"{supervisor.SHUTDOWN_SECONDS} s" in DOCUMENT
 
 
 def test_a_trainjob_runs_the_pods_of_a_job():
-    """All but who is who: names, and what is said by the controllers of Kubeflow."""
+    """Compare the two pods, except for names and values that the controllers of Kubeflow set."""
     plain, kubeflow = (job_of(render(*JOBS[name]))["spec"] for name in ("two_nodes", "trainjob"))
     for spec in (plain, kubeflow):
         (container,) = spec["template"]["spec"]["containers"]
@@ -215,13 +215,13 @@ def test_pods_are_named_by_the_service():
         assert [environment["PET_MASTER_PORT"]] == [str(port) for port in ports]
 
 
-def test_a_trainjob_runs_by_the_runtime():
+def test_a_trainjob_names_its_runtime():
     rendered = render(*JOBS["trainjob"])
     reference, runtime = of_kind(rendered, "TrainJob")["spec"]["runtimeRef"], of_kind(rendered, "TrainingRuntime")
     assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
     assert runtime["apiVersion"].startswith(reference["apiGroup"])
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node", "the name by which Kubeflow Trainer finds it"
+    assert replicated["name"] == "node", "Kubeflow Trainer finds it by this name"
     assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
@@ -241,11 +241,11 @@ def test_nobody_else_reaches_the_rendezvous(rendered, job):
     assert admits(policy, "egress", None, "TCP", 443) and not admits(policy, "egress", None, "TCP", 80)
 
 
-# ---------------------------------------------------------------------------- what it runs, and how it ends
+# ---------------------------------------------------------------------------- the command, and how it ends
 
 
-def test_the_line_is_one_that_launch_takes(rendered, job, monkeypatch):
-    """By its own checks, as pod 1; what it would start is looked at and not started."""
+def test_launch_accepts_the_command(rendered, job, monkeypatch):
+    """Run its own checks as pod 1, and record the command without starting it."""
     argv, environment, _ = indexed_pod(rendered, 1)
     assert argv[:2] == ["python", "src/launch.py"] and "--doctor" in argv
     for name, value in environment.items():
@@ -254,17 +254,17 @@ def test_the_line_is_one_that_launch_takes(rendered, job, monkeypatch):
     monkeypatch.setattr(supervisor, "supervise", lambda *given, **named: started.append((*given, named["node"])) or 0)
     assert launch.main(argv[2:]) == 0
     (_, _, script, _), (flags, arguments, place) = started
-    assert script == supervisor.DOCTOR, "first"
+    assert script == supervisor.DOCTOR, "the doctor runs first"
     machines, name = job["spec"]["parallelism"], job["metadata"]["name"]
     domain = job["spec"]["template"]["spec"]["subdomain"]
     assert place == Node(machines, 1, f"{name}-0.{domain}", 29500) and machines == job["spec"]["completions"]
-    assert arguments[-1] == f"run.name={domain}", "a job is a run"
+    assert arguments[-1] == f"run.name={domain}", "the job's name is the run's name"
     given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     gear = load_gear(Path(given["config_file"]), given)
     gpus = container_of(job)["resources"]["limits"].get("nvidia.com/gpu")
     usual = load_gear(gear.path).num_processes
-    assert gear.num_processes == (machines * int(gpus) if gpus else usual), "a rank for each GPU"
-    assert (gear.name, gear.degree("dp_replicate")) == ("hsdp", machines), "a copy for each machine"
+    assert gear.num_processes == (machines * int(gpus) if gpus else usual), "one rank per GPU"
+    assert (gear.name, gear.degree("dp_replicate")) == ("hsdp", machines), "one replica per machine"
 
 
 def test_each_pod_knows_its_place():
@@ -283,7 +283,7 @@ def test_each_pod_knows_its_place():
     assert by_kubeflow["PET_MASTER_ADDR"] == "qwen-7b-node-0-0.qwen-7b" and by_kubeflow["PET_NODE_RANK"] == "1"
 
 
-def test_each_end_is_what_the_document_says(job):
+def test_exit_codes_match_the_document(job):
     saved, failed, refused = (outcome.EXIT_CODES[name] for name in ("saved", "failed", "refused"))
     assert after_exit(job, saved) == "Ignore" and after_exit(job, saved, "DisruptionTarget") == "Ignore"
     assert after_exit(job, failed) == after_exit(job, refused) == "FailJob"
@@ -297,14 +297,14 @@ def test_each_end_is_what_the_document_says(job):
     assert set(map(int, told)) >= {*outcome.EXIT_CODES.values(), outcome.EXIT_CRASHED, 137}
     rules = job["spec"]["podFailurePolicy"]["rules"]
     values = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
-    assert all(codes == sorted(set(codes)) for codes in values), "the API wants them in order"
+    assert all(codes == sorted(set(codes)) for codes in values), "the API requires sorted codes"
 
 
-def test_a_lost_pod_is_tried_as_often_as_a_lost_rank_and_then_all_end(job):
+def test_a_lost_pod_is_retried_as_often_as_a_lost_rank(job):
     spec = job["spec"]
     assert spec["backoffLimitPerIndex"] == supervisor.MAX_RESTARTS and spec["maxFailedIndexes"] == 0
-    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}, "rank 0 ends last"
-    assert spec["template"]["spec"]["restartPolicy"] == "Never", "what podFailurePolicy asks for"
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}, "rank 0 exits last"
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy requires it"
     assert "backoffLimit" not in spec and "podReplacementPolicy" not in spec
 
 
@@ -318,8 +318,8 @@ def kubectl_lines():
 
 
 @pytest.mark.parametrize("line", kubectl_lines())
-def test_kubectl_takes_the_line(line, tmp_path):
-    """It parses each, renders what `-k` names, and stops where it would have to ask a server."""
+def test_kubectl_accepts_the_line(line, tmp_path):
+    """It parses each line, renders the folder after `-k`, and stops where it would contact a server."""
     words = shlex.split(line)
     for word, after in pairwise(words):
         if word == "-k":
@@ -333,8 +333,8 @@ def test_kubectl_takes_the_line(line, tmp_path):
         assert "connection refused" in ended.stderr or "was refused" in ended.stderr, ended.stderr
 
 
-def test_what_a_job_adds_stays(tmp_path):
-    """The document's addition to job.yaml, in a copy of jobs/two_nodes."""
+def test_additions_to_a_job_are_kept(tmp_path):
+    """Apply the document's addition to job.yaml in a copy of jobs/two_nodes."""
     added = yaml.safe_load(re.search(r"```yaml\n(spec:.*?)```", DOCUMENT, re.S)[1])
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     file = tmp_path / "kubernetes" / "jobs" / "two_nodes" / "job.yaml"
@@ -352,7 +352,7 @@ def joined(one, other):
     if isinstance(one, dict):
         return one | {key: joined(one[key], item) if key in one else item for key, item in other.items()}
     if isinstance(one, list):
-        return [joined(one[0], other[0])]  # the one container
+        return [joined(one[0], other[0])]  # the only container
     assert one == other
     return one
 

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm of two nodes, as docs/slurm.md tells to submit them. (test_slurm_jobs.py interrupts some.)"""
+"""`make slurm-test`: submit jobs to a real Slurm of two nodes as docs/slurm.md shows; most launchers are stubs."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slurm
 SCRIPTS = sorted((ROOT / "cluster" / "slurm").iterdir())
 
 
-def test_two_nodes_train_what_one_process_trains(slurm, clone, chats, train):
+def test_two_nodes_train_like_one_process(slurm, clone, chats, train):
     job = slurm.submit(
         "--wait", "--nodes=2", "--gpus-per-node=1", TRAIN, *DDP, *slurms.small(chats), cwd=clone, GEARBOX_ENV=sys.prefix
     )
@@ -28,7 +28,7 @@ def test_two_nodes_train_what_one_process_trains(slurm, clone, chats, train):
         assert list((clone / f"runs/slurm/{job}/{node}").glob("*/attempt_0/0/stdout.log"))
 
 
-def test_nodes_that_have_not_met_are_refused(slurm, clone, chats):
+def test_nodes_that_did_not_connect_are_refused(slurm, clone, chats):
     launch = f"{sys.prefix}/bin/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 1".split()
     told = slurm.run("srun", "-N2", "--ntasks-per-node=1", *launch, "src/train.py", *slurms.small(chats), cwd=clone)
     assert told.returncode == 1
@@ -37,20 +37,20 @@ def test_nodes_that_have_not_met_are_refused(slurm, clone, chats):
         assert said in told.stderr
 
 
-def test_each_code_ends_the_job_as_it_should(slurm, job):
+def test_each_exit_code_ends_the_job_with_its_state(slurm, job):
     jobs = {code: job(CODE=code) for code in ("0", "1", "2", "93")}
     outcomes = {code: outcome(slurm, number) for code, number in jobs.items()}
     assert outcomes.pop("0") == ("COMPLETED", "0", "0")
     assert outcomes == {code: ("FAILED", code, "0") for code in ("1", "2", "93")}
 
 
-def test_each_signal_saves_and_requeues_and_a_cancelled_job_stays_away(slurm, clone, job):
-    signals = {"steps": "", "batch": "--batch", "full": "--full", "last words": "--signal=TERM --batch"}
+def test_signals_save_and_requeue_but_cancelling_does_not(slurm, clone, job):
+    signals = {"steps": "", "batch": "--batch", "full": "--full", "term": "--signal=TERM --batch"}
     jobs = {}
     for name, flags in signals.items():
         jobs[name] = job()
         slurm.run("scancel", "--signal=USR1", *flags.split(), jobs[name])
-    slurm.until(lambda: "restart 1" in slurms.log(clone, jobs["last words"]), "the jobs again")
+    slurm.until(lambda: "restart 1" in slurms.log(clone, jobs["term"]), "the restart of the jobs")
     preempted = job()
     slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=clone)
     requeued = job()
@@ -69,11 +69,11 @@ def test_each_signal_saves_and_requeues_and_a_cancelled_job_stays_away(slurm, cl
 
 def test_the_warning_comes_before_the_time_limit(slurm, clone, job):
     number = job("--time=60")
-    slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=2")  # less than the warning's time is left
+    slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=2")  # less time remains than the warning needs
     assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
 
 
-def test_tasks_of_an_array_have_lines_ports_and_ends_of_their_own(slurm, clone, job):
+def test_tasks_of_an_array_are_independent(slurm, clone, job):
     (clone / "sweep.txt").write_text("recipes/tiny.yaml run.name=a\nrecipes/tiny.yaml run.name=b optim.lr=1e-4\n")
     number = job("--array=1-2", "--nodes=1", arguments=["ddp", "@sweep.txt", "train.steps=7"])
     tasks = [f"{number}_1", f"{number}_2"]
@@ -83,15 +83,15 @@ def test_tasks_of_an_array_have_lines_ports_and_ends_of_their_own(slurm, clone, 
     assert "--tee=3 recipes/tiny.yaml run.name=b optim.lr=1e-4 train.steps=7\n" in logs[1]
     ports = {re.search(r" at node\d:(\d+) ", log)[1] for log in logs}
     assert len(ports) == 2
-    # The last task has the array's own number: of it alone must be spoken all the same.
+    # The last task has the job id of the array, but the signal must reach only this task.
     slurm.run("scancel", "--signal=USR1", tasks[1])
-    slurm.until(lambda: "restart 1" in slurms.log(clone, tasks[1]), "the second task again")
+    slurm.until(lambda: "restart 1" in slurms.log(clone, tasks[1]), "the restart of the second task")
     assert slurm.job(tasks[0])["JobState"] == "RUNNING" and "restart 1" not in slurms.log(clone, tasks[0])
     slurm.run("scancel", tasks[0])
     assert outcome(slurm, tasks[0])[0] == "CANCELLED"
 
 
-def test_what_cannot_run_is_refused_in_a_line(slurm, clone, environment, tmp_path):
+def test_jobs_that_cannot_run_are_refused_in_one_line(slurm, clone, environment, tmp_path):
     def refused(*argv: str, cwd=clone, **variables: str) -> str:
         told = slurm.run(*argv, cwd=cwd, **variables)
         assert told.returncode == 2, told.stderr
@@ -115,8 +115,8 @@ def test_what_cannot_run_is_refused_in_a_line(slurm, clone, environment, tmp_pat
         assert outcome(slurm, number)[:2] == ("FAILED", "2")
 
 
-def test_what_slurm_gives_reaches_the_launcher(slurm, clone, environment):
-    """Two GPUs a node, and sites that keep variables back: --export=NONE."""
+def test_slurms_allocation_reaches_the_launcher(slurm, clone, environment):
+    """Request two GPUs per node, and withhold the environment with --export=NONE as some sites do."""
     given = ["--nodes=2", "--gpus-per-node=2", f"--export=NONE,GEARBOX_ENV={environment},CODE=0"]
     number = slurm.submit("--wait", *given, TRAIN, *DDP, cwd=clone)
     port = 10000 + int(number)
@@ -125,8 +125,8 @@ def test_what_slurm_gives_reaches_the_launcher(slurm, clone, environment):
         assert f"{i - 1}: {place}: src/launch.py {command} --tee=3 recipes/tiny.yaml\n" in slurms.log(clone, number)
 
 
-def test_images_are_asked_for_as_their_documents_say(clone, tmp_path):
-    """Apptainer and Pyxis are not here: what their command lines would be."""
+def test_command_lines_of_apptainer_and_pyxis(clone, tmp_path):
+    """Apptainer and Pyxis are not installed, so check only their command lines."""
     (tmp_path / "bin").mkdir()
     for name, script in {"srun": 'printf "%s\\n" "$@"', "scontrol": "printf 'n3\\nn4\\n'"}.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -148,7 +148,7 @@ def test_images_are_asked_for_as_their_documents_say(clone, tmp_path):
     for image in ("some.sif", str(tmp_path)):
         apptainer = ["apptainer", "exec", "--nv", f"--bind={mounts}", f"--pwd={clone}", image]
         assert line(image) == [*slurms_own, *apptainer, *ours]
-    assert (tmp_path / ".cache/gearbox").is_dir(), "what is mounted is there"
+    assert (tmp_path / ".cache/gearbox").is_dir(), "the folder to mount must exist"
     for image in ("registry.example.org#gearbox:latest", "some.sqsh"):
         mounted = [f"--container-mounts={mounts}", f"--container-workdir={clone}", "--no-container-entrypoint"]
         assert line(image) == [*slurms_own, f"--container-image={image}", *mounted, *ours]
@@ -158,7 +158,7 @@ def test_images_are_asked_for_as_their_documents_say(clone, tmp_path):
 def test_scripts_are_clean(script):
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not here: apt-get install shellcheck")
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
     subprocess.run(["shellcheck", script], check=True)
 
 
@@ -167,10 +167,10 @@ LINES = re.findall(r"^(?:\w+=\S+ )?((?:sbatch|salloc|srun) .*)$", DOCUMENT, re.M
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_documents_lines_are_understood_by_slurm(slurm, clone, line):
+def test_slurm_accepts_the_documents_lines(slurm, clone, line):
     tool, *rest = shlex.split(line)
     here = next(i for i, word in enumerate(rest) if word.startswith("cluster/slurm/"))
-    # Nothing here has eight GPUs, and salloc has no --test-only: srun takes the same flags.
+    # The nodes have only two GPUs. salloc has no --test-only, so it runs `true`.
     flags = ["--gpus-per-node=2" if flag.startswith("--gpus-per-node") else flag for flag in rest[:here]]
     tools = {"sbatch": ["sbatch", "--test-only", *flags, *rest[here:]], "salloc": ["salloc", *flags, "true"]}
     told = slurm.run(*tools[tool], cwd=clone)

@@ -1,4 +1,4 @@
-"""`make slurm-test`: training on two nodes of a real Slurm, gear by gear, and interrupted in every way there is."""
+"""`make slurm-test`: train on two nodes of a real Slurm under several gears, and interrupt the jobs in every way."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ LONG = {"train__steps": str(STEPS), "schedule__name": "constant", "save__every":
 
 @pytest.fixture
 def submit(slurm, clone, chats):
-    """A job that trains: submit("ddp", "--nodes=2", ranks=1, run__name="x") -> its number."""
+    """Submit a job that trains and return its id: submit("ddp", "--nodes=2", ranks=1, run__name="x")."""
 
     def call(gear: str, *flags: str, ranks: int = 1, recipe: str = "recipes/tiny.yaml", **changes: str) -> str:
         arguments = [gear, *recipe.split(), *slurms.small(chats, **changes)]
@@ -32,7 +32,7 @@ def submit(slurm, clone, chats):
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm, clone, chats) -> Path:
-    """The folder of a run on two nodes that nobody interrupts."""
+    """Return the folder of an uninterrupted run on two nodes."""
     given = slurms.small(chats, **LONG, run__name="undisturbed")
     flags = ["--wait", "--nodes=2", "--gpus-per-node=1"]
     number = slurm.submit(*flags, TRAIN, *DDP, *given, cwd=clone, GEARBOX_ENV=sys.prefix)
@@ -46,7 +46,7 @@ def weights(run: Path):
 
 
 def assert_equal(run: Path, undisturbed: Path) -> None:
-    """Bit for bit, and every step once."""
+    """Assert that every step ran once, and that losses and weights are equal bit for bit."""
     assert [line["step"] for line in slurms.metrics(run)] == list(range(1, STEPS + 1))
     assert slurms.losses(run) == slurms.losses(undisturbed)
     ours, theirs = weights(run), weights(undisturbed)
@@ -57,7 +57,7 @@ def assert_equal(run: Path, undisturbed: Path) -> None:
 @pytest.mark.parametrize(
     ("gear", "ranks"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("hsdp", 2), ("zero3", 1), ("zero3", 2)]
 )
-def test_every_kind_of_gear_trains_what_one_process_trains(slurm, clone, submit, train, gear, ranks):
+def test_every_kind_of_gear_trains_like_one_process(slurm, clone, submit, train, gear, ranks):
     number = submit(gear, "--wait", "--nodes=2", ranks=ranks, run__name=f"{gear}-{ranks}")
     assert slurm.job(number)["JobState"] == "COMPLETED", slurms.log(clone, number)
     assert slurms.losses(clone / "runs" / f"{gear}-{ranks}") == pytest.approx(train("single").losses, rel=1e-5)
@@ -82,7 +82,7 @@ def signals_all(slurm, job):
 
 
 def preempts(slurm, job):
-    """A job of a higher partition comes; that of the lower one has a grace time."""
+    """Submit a job to the higher partition; a job in the lower one has a grace time."""
     slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
 
 
@@ -96,7 +96,7 @@ def ranks_of(node) -> list[psutil.Process]:
 
 
 def takes_its_time(slurm, job):
-    """The time limit is nearer than the warning. Slurm looks only now and then: a rank stands still so long."""
+    """Set the time limit so that the warning is due. Slurm checks only periodically, so suspend a rank meanwhile."""
     (rank,) = ranks_of(slurm.nodes[0])
     rank.suspend()
     hours, minutes, _ = slurm.job(job)["RunTime"].split(":")
@@ -113,7 +113,7 @@ def takes_its_time(slurm, job):
 @pytest.mark.parametrize(
     "interrupts", [signals, signals_the_batch_script, signals_all, preempts, requeues, takes_its_time]
 )
-def test_an_interrupted_job_ends_as_one_that_was_not(slurm, clone, submit, undisturbed, interrupts):
+def test_an_interrupted_job_equals_an_uninterrupted_one(slurm, clone, submit, undisturbed, interrupts):
     name = interrupts.__name__
     run = clone / "runs" / name
     number = submit("ddp", "--nodes=2", "--time=60", **LONG, run__name=name)
@@ -125,8 +125,8 @@ def test_an_interrupted_job_ends_as_one_that_was_not(slurm, clone, submit, undis
 
 
 @pytest.mark.parametrize("signals", [signals_the_batch_script, "--signal=TERM --batch", preempts])
-def test_saving_may_take_longer_than_killed_jobs_have(slurm, clone, job, signals):
-    """With a launcher that trains nothing. srun would have its launchers killed, were it handed SIGTERM itself."""
+def test_a_save_may_outlast_kill_wait(slurm, clone, job, signals):
+    """Use the stub launcher. If srun itself received SIGTERM, it would kill its launchers after KillWait."""
     number = job(SAVE="28")
     if callable(signals):
         signals(slurm, number)
@@ -136,7 +136,7 @@ def test_saving_may_take_longer_than_killed_jobs_have(slurm, clone, job, signals
     assert "Killed" not in slurms.log(clone, number)
 
 
-def test_a_cancelled_job_has_saved_and_the_same_line_goes_on(slurm, clone, submit, undisturbed):
+def test_a_cancelled_job_saves_and_the_same_command_resumes(slurm, clone, submit, undisturbed):
     run = clone / "runs" / "cancelled"
     number = submit("ddp", "--nodes=2", **LONG, run__name="cancelled")
     slurm.until(lambda: len(slurms.metrics(run)) >= 5, "five steps")
@@ -149,7 +149,7 @@ def test_a_cancelled_job_has_saved_and_the_same_line_goes_on(slurm, clone, submi
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_killed_ranks_of_a_node_start_again_on_both(slurm, clone, submit, undisturbed, node):
+def test_killed_ranks_of_a_node_restart_on_both(slurm, clone, submit, undisturbed, node):
     name = f"killed-{node}"
     run = clone / "runs" / name
     number = submit("ddp", "--nodes=2", **LONG, run__name=name)
@@ -169,7 +169,7 @@ def test_two_tasks_of_an_array_train_on_one_node(slurm, clone, submit, train):
         assert slurms.losses(clone / f"runs/task-{task}") == pytest.approx(train("single").losses, rel=1e-5)
 
 
-def test_another_number_of_nodes_goes_on_with_nothing_lost(slurm, clone, submit, undisturbed):
+def test_a_run_resumes_on_another_number_of_nodes(slurm, clone, submit, undisturbed):
     run = clone / "runs" / "elastic"
     for nodes in (2, 1):
         begun = len(slurms.metrics(run))
