@@ -32,7 +32,7 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
         ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: no such file; did you mean 'tiny.yaml'?"),
         ("train.py model.name=nobody/no-such-model model.init=pretrained", "nor can the hub be reached"),
         ("train.py run.resume=latest run.name=none", "contains no run 'none'"),
-        ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is a token of recipes/tiny already; take it out"),
+        ("train.py 'model.add_tokens=[<|end|>]'", "'<|end|>' is already a token of recipes/tiny; remove it"),
         ("launch.py zero2 optim.name=adamw_8bit", "use adamw or paged_adamw, or the fsdp gear"),
         ("launch.py fsdpp", "fsdpp: unknown gear; did you mean 'fsdp'?"),
         ("launch.py", "usage: python src/launch.py GEAR [--doctor] [RECIPE]"),
@@ -55,7 +55,7 @@ def test_launch_says_what_only_the_ranks_can_know(tmp_path, chats):
     outcome = shell(f"python src/launch.py ddp --num_processes=2 {small(tmp_path, chats)} 'model.add_tokens=[<|end|>]'")
     assert outcome.returncode == 2
     assert last_line(outcome.stderr) == (
-        "gearbox: model.add_tokens: '<|end|>' is a token of recipes/tiny already; take it out"
+        "gearbox: model.add_tokens: '<|end|>' is already a token of recipes/tiny; remove it"
     )
     assert not (tmp_path / "runs").exists(), "no half-written folder"
 
