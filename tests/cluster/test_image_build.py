@@ -168,9 +168,9 @@ def start(root, configuration, tmp_path):
 
 
 def ended(process: subprocess.Popen, code: int = 0) -> str:
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == code, said
-    return said
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == code, output
+    return output
 
 
 def test_the_configuration_of_the_image(configuration):
@@ -212,8 +212,8 @@ def test_the_size_matches_the_document(root):
 
 
 def test_python_runs_a_path_on_a_read_only_root(start, tmp_path):
-    said = ended(start("src/train.py", "recipes/tiny.yaml", "train.steps=3", *SMALL))
-    assert json.loads((tmp_path / "runs/tiny-single/status.json").read_text())["outcome"] == "done", said
+    output = ended(start("src/train.py", "recipes/tiny.yaml", "train.steps=3", *SMALL))
+    assert json.loads((tmp_path / "runs/tiny-single/status.json").read_text())["outcome"] == "done", output
     assert (tmp_path / "runs/tiny-single/model/model.safetensors").stat().st_uid == 10001
     refused = start("sh", "-c", "touch /gearbox/x || touch /opt/venv/x || touch /home/gearbox/x")
     assert ended(refused, 1).count("Read-only file system") == 3
@@ -250,8 +250,8 @@ def test_no_zombie_stays(start):
 
 
 def test_the_disk_gear_is_refused(start):
-    said = ended(start("src/launch.py", "zero3_nvme", "--num_processes=1", "train.steps=2", *SMALL), 2)
-    assert "libaio" in said and "zero3_offload" in said
+    output = ended(start("src/launch.py", "zero3_nvme", "--num_processes=1", "train.steps=2", *SMALL), 2)
+    assert "libaio" in output and "zero3_offload" in output
 
 
 def test_the_health_check(start, configuration):
@@ -259,7 +259,7 @@ def test_the_health_check(start, configuration):
 
 
 @pytest.mark.parametrize(
-    "breaks, said",
+    "breaks, message",
     [
         ("cd /opt/venv/lib/python3*/site-packages && rm -r peft", "import peft"),
         (
@@ -270,11 +270,11 @@ def test_the_health_check(start, configuration):
     ],
     ids=["import", "version", "training"],
 )
-def test_the_build_fails(storage, tmp_path, breaks, said):
+def test_the_build_fails(storage, tmp_path, breaks, message):
     """Run the last RUN of the Dockerfile after breaking one part of the image."""
     check = re.findall(r"^RUN (?:.*\\\n)*.*\n", (ROOT / "Dockerfile").read_text(), re.M)[-1]
     lines = ["FROM localhost/gearbox:test", "ARG LOCK", "USER 0", f"RUN {breaks}", "USER 10001:10001", check]
     (tmp_path / "Dockerfile").write_text("\n".join(lines))
     outcome = buildah(storage, "bud", "--isolation", "chroot", "--build-arg", "LOCK=cpu", str(tmp_path))
     assert outcome.returncode != 0
-    assert said in outcome.stdout + outcome.stderr
+    assert message in outcome.stdout + outcome.stderr

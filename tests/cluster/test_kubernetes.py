@@ -290,11 +290,11 @@ def test_exit_codes_match_the_document(job):
     assert after_exit(job, failed, "DisruptionTarget") == "FailJob"
     assert after_exit(job, 137) == after_exit(job, outcome.EXIT_CRASHED) == "Count"
     assert after_exit(job, 137, "DisruptionTarget") == "Ignore"
-    told = dict(re.findall(r"^\| (\d+) \|.*\| (\w+)[^|]* \|$", DOCUMENT, re.M))
-    assert {int(code): after_exit(job, int(code)) for code in told if code != "0"} == {
-        int(code): action for code, action in told.items() if code != "0"
+    documented = dict(re.findall(r"^\| (\d+) \|.*\| (\w+)[^|]* \|$", DOCUMENT, re.M))
+    assert {int(code): after_exit(job, int(code)) for code in documented if code != "0"} == {
+        int(code): action for code, action in documented.items() if code != "0"
     }
-    assert set(map(int, told)) >= {*outcome.EXIT_CODES.values(), outcome.EXIT_CRASHED, 137}
+    assert set(map(int, documented)) >= {*outcome.EXIT_CODES.values(), outcome.EXIT_CRASHED, 137}
     rules = job["spec"]["podFailurePolicy"]["rules"]
     values = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
     assert all(codes == sorted(set(codes)) for codes in values), "the API requires sorted codes"

@@ -30,11 +30,11 @@ def test_two_nodes_train_like_one_process(slurm, clone, chats, train):
 
 def test_nodes_that_did_not_connect_are_refused(slurm, clone, chats):
     launch = f"{sys.prefix}/bin/accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 1".split()
-    told = slurm.run("srun", "-N2", "--ntasks-per-node=1", *launch, "src/train.py", *slurms.small(chats), cwd=clone)
-    assert told.returncode == 1
+    result = slurm.run("srun", "-N2", "--ntasks-per-node=1", *launch, "src/train.py", *slurms.small(chats), cwd=clone)
+    assert result.returncode == 1
     for node in ("node1", "node2"):
-        said = f"gearbox: SLURM_STEP_NUM_NODES=2, but the 1 ranks of this world are all on {node}: each machine would"
-        assert said in told.stderr
+        error = f"gearbox: SLURM_STEP_NUM_NODES=2, but the 1 ranks of this world are all on {node}: each machine would"
+        assert error in result.stderr
 
 
 def test_each_exit_code_ends_the_job_with_its_state(slurm, job):
@@ -63,8 +63,8 @@ def test_signals_save_and_requeue_but_cancelling_does_not(slurm, clone, job):
     assert outcome(slurm, no_requeue) == ("FAILED", "85", "0")
     for number in (*jobs.values(), preempted, requeued):
         assert outcome(slurm, number) == ("COMPLETED", "0", "1"), slurms.log(clone, number)
-        said = slurms.log(clone, number)
-        assert (said.count("restart 0 on 2 at node1:"), said.count("restart 1 on 2 at node1:")) == (2, 2)
+        log = slurms.log(clone, number)
+        assert (log.count("restart 0 on 2 at node1:"), log.count("restart 1 on 2 at node1:")) == (2, 2)
 
 
 def test_the_warning_comes_before_the_time_limit(slurm, clone, job):
@@ -93,9 +93,9 @@ def test_tasks_of_an_array_are_independent(slurm, clone, job):
 
 def test_jobs_that_cannot_run_are_refused_in_one_line(slurm, clone, environment, tmp_path):
     def refused(*argv: str, cwd=clone, **variables: str) -> str:
-        told = slurm.run(*argv, cwd=cwd, **variables)
-        assert told.returncode == 2, told.stderr
-        return told.stderr
+        result = slurm.run(*argv, cwd=cwd, **variables)
+        assert result.returncode == 2, result.stderr
+        return result.stderr
 
     srun = "cluster/slurm/srun.sh"
     assert "not in a Slurm job" in refused(srun, *DDP)
@@ -104,14 +104,14 @@ def test_jobs_that_cannot_run_are_refused_in_one_line(slurm, clone, environment,
     assert "Slurm allocated no GPUs" in refused(*salloc, *DDP, GEARBOX_ENV=environment)
     assert "usage: " in refused(*salloc)
     (clone / "short.txt").write_text("recipes/tiny.yaml\n\n")
-    for arguments, flags, said in [
+    for arguments, flags, message in [
         (["ddp", "@short.txt"], ["--array=2"], "short.txt: line 2 is missing or blank"),
         (["ddp", "@short.txt"], [], "@short.txt: @FILE needs a job array"),
         (DDP, [f"--chdir={tmp_path}"], f"{tmp_path}: not the repository; run sbatch from the repository"),
     ]:
         number = slurm.submit("--wait", *flags, "--output=log", TRAIN, *arguments, cwd=clone, fails=True)
         log = (tmp_path if "--chdir" in str(flags) else clone) / "log"
-        assert said in log.read_text()
+        assert message in log.read_text()
         assert outcome(slurm, number)[:2] == ("FAILED", "2")
 
 
@@ -135,11 +135,11 @@ def test_command_lines_of_apptainer_and_pyxis(clone, tmp_path):
     def line(image: str) -> list[str]:
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[3-4]"}
         given = {"HOME": str(tmp_path), "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "GEARBOX_MOUNTS": "/data:/data"}
-        told = subprocess.run(
+        result = subprocess.run(
             ["cluster/slurm/srun.sh", *DDP], cwd=clone, env=job | given | {"GEARBOX_IMAGE": image},
             text=True, capture_output=True, check=True,
         )  # fmt: skip
-        return told.stdout.splitlines()
+        return result.stdout.splitlines()
 
     slurms_own = "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --export=ALL --label".split()
     ours = ["cluster/slurm/node.sh", *DDP]
@@ -173,8 +173,8 @@ def test_slurm_accepts_the_documents_lines(slurm, clone, line):
     # The nodes have only two GPUs. salloc has no --test-only, so it runs `true`.
     flags = ["--gpus-per-node=2" if flag.startswith("--gpus-per-node") else flag for flag in rest[:here]]
     tools = {"sbatch": ["sbatch", "--test-only", *flags, *rest[here:]], "salloc": ["salloc", *flags, "true"]}
-    told = slurm.run(*tools[tool], cwd=clone)
-    assert told.returncode == 0, told.stderr
+    result = slurm.run(*tools[tool], cwd=clone)
+    assert result.returncode == 0, result.stderr
     assert (clone / rest[here]).is_file()
 
 

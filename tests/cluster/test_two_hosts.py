@@ -55,9 +55,9 @@ class Job:
     """A job: one command on both hosts, in a folder that both can see."""
 
     def __init__(self, folder: Path, chats: Path, hosts: tuple[Host, ...], **changes: str) -> None:
-        self.hosts, self.folder, self.books = hosts, folder, folder / "ledgers"
-        shutil.rmtree(self.books, ignore_errors=True)
-        self.books.mkdir()
+        self.hosts, self.folder, self.ledgers = hosts, folder, folder / "ledgers"
+        shutil.rmtree(self.ledgers, ignore_errors=True)
+        self.ledgers.mkdir()
         given = {"data.path": str(chats), "run.dir": str(folder / "runs"), "run.name": "job"} | SMALL
         given |= {key.replace("__", "."): value for key, value in changes.items()}
         self.num_steps = int(given["train.steps"])
@@ -70,7 +70,7 @@ class Job:
         chosen = range(len(self.hosts)) if only is None else [only]
         for rank in chosen:
             variables = {
-                "PATH": f"{BIN}:{os.environ['PATH']}", ledger.VARIABLE: str(self.books), "OMP_NUM_THREADS": "1",
+                "PATH": f"{BIN}:{os.environ['PATH']}", ledger.VARIABLE: str(self.ledgers), "OMP_NUM_THREADS": "1",
             } | (environment(rank) if environment else {})  # fmt: skip
             process = self.hosts[rank].start(*command(rank), output=self.log(rank), environment=variables)
             self.processes[rank:] = [process] if only is None else [process, *self.processes[rank + 1 :]]
@@ -95,26 +95,26 @@ class Job:
             for host in self.hosts:
                 host.kill()
 
-    def reaches(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not self.lines("rank-0") or self.lines("rank-0")[-1]["step"] < step:
-            assert time.monotonic() < deadline, self.said()
-            assert all(process.poll() is None for process in self.processes), self.said()
+            assert time.monotonic() < deadline, self.logs()
+            assert all(process.poll() is None for process in self.processes), self.logs()
             time.sleep(0.05)
 
     def lines(self, rank: str) -> list[dict]:
-        return [line for attempt in ledger.read(self.books).attempts.get(rank, []) for line in attempt]
+        return [line for attempt in ledger.read(self.ledgers).attempts.get(rank, []) for line in attempt]
 
     @property
     def losses(self) -> list[float]:
-        return [float.fromhex(line["loss"]) for line in ledger.kept(ledger.read(self.books).attempts["rank-0"])]
+        return [float.fromhex(line["loss"]) for line in ledger.kept(ledger.read(self.ledgers).attempts["rank-0"])]
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def balances(self, expected: ledger.Books, num_ranks: int, tolerance: float = 0.0) -> None:
+    def check_ledgers(self, expected: ledger.Books, num_ranks: int, tolerance: float = 0.0) -> None:
         """Assert that rows occur once per epoch, losses match the run on one host, and attempts do not overlap."""
-        books = ledger.read(self.books)
+        books = ledger.read(self.ledgers)
         assert ledger.problems(books, expected, num_ranks, self.num_steps, ledger.num_rows(expected), tolerance) == []
         for attempts in books.attempts.values():
             ends = [(attempt[0]["time"], attempt[-1]["time"]) for attempt in attempts]
@@ -156,10 +156,10 @@ def on_one_host(tmp_path_factory, chats):
         job = Job(folder, chats, (), **changes)
         outcome = subprocess.run(
             [sys.executable, "-c", LAUNCH, gear, f"--num_processes={ranks}", *job.recipe],
-            env=os.environ | {ledger.VARIABLE: str(job.books)}, cwd=ROOT, capture_output=True, text=True, check=False,
+            env=os.environ | {ledger.VARIABLE: str(job.ledgers)}, cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert outcome.returncode == 0, outcome.stderr[-3000:]
-        return ledger.read(job.books)
+        return ledger.read(job.ledgers)
 
     return run
 
@@ -181,8 +181,8 @@ def on_one_host(tmp_path_factory, chats):
 )
 def test_two_hosts_train_as_one(tmp_path, chats, hosts, on_one_host, way, gear, ranks_each):
     job = way(Job(tmp_path, chats, hosts), gear, ranks_each)
-    assert job.codes() == [0, 0], job.said()
-    job.balances(on_one_host("single", 1), num_ranks=2 * ranks_each, tolerance=1e-5)
+    assert job.codes() == [0, 0], job.logs()
+    job.check_ledgers(on_one_host("single", 1), num_ranks=2 * ranks_each, tolerance=1e-5)
     assert len(job.losses) == job.num_steps
     log = job.log(0).read_text()
     last = 2 * ranks_each - 1
@@ -195,9 +195,9 @@ def test_a_machine_with_another_disk_is_refused(tmp_path, chats, hosts):
     runs.mkdir()
     hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {runs} && exec "$@"', "sh"]
     job = Job(tmp_path, chats, hosts).launch("ddp", 1, wrap=lambda rank: hidden if rank == 1 else [])
-    assert job.codes() == [2, 2], job.said()
-    said = f"gearbox: run.dir: rank 1 cannot see {runs}/job; all machines need the same run.dir\n"
-    assert said in job.log(0).read_text() and not any(runs.iterdir())
+    assert job.codes() == [2, 2], job.logs()
+    refusal = f"gearbox: run.dir: rank 1 cannot see {runs}/job; all machines need the same run.dir\n"
+    assert refusal in job.log(0).read_text() and not any(runs.iterdir())
 
 
 @manifests.needs_kubectl
@@ -209,7 +209,7 @@ def test_the_command_of_the_indexed_job(tmp_path, chats, on_one_host):
     with two_hosts(*(hostname for _, _, hostname in pods), domain=service) as hosts:
         job = Job(tmp_path, chats, hosts, run__name="rehearsal")
         job.start(lambda rank: [*pods[rank][0], *job.recipe[1:]], lambda rank: pods[rank][1])
-        assert job.codes() == [0, 0], job.said()
+        assert job.codes() == [0, 0], job.logs()
     log = job.log(0).read_text()
     assert "rank 0-1  rehearsal-0  cpu\nrank 2-3  rehearsal-1  cpu\n" in log
     metrics = [json.loads(line) for line in (tmp_path / "runs" / "rehearsal" / "metrics.jsonl").open()]
@@ -224,56 +224,56 @@ LONG = {"train__steps": "200", "save__every": "20"}
 def test_a_cable_is_pulled(tmp_path, chats, hosts, on_one_host):
     """Both sides exit in time with the code for "the same command resumes", and the same command then resumes."""
     job = Job(tmp_path, chats, hosts, **LONG).launch("ddp", 1)
-    job.reaches(50)
+    job.wait_for_step(50)
     hosts[1].link(is_up=False)
     started = time.monotonic()
     try:
-        assert job.codes(seconds=8 + 5 + 8 + JOIN_SECONDS + 60) == [85, 85], job.said()
+        assert job.codes(seconds=8 + 5 + 8 + JOIN_SECONDS + 60) == [85, 85], job.logs()
     finally:
         hosts[1].link(is_up=True)
     print(f"both sides exited after {time.monotonic() - started:.0f} s")
     assert "did not meet" in job.log(0).read_text() and "did not meet" in job.log(1).read_text()
     assert ledger.whole_checkpoint(job.run / "checkpoints")
-    assert job.launch("ddp", 1).codes() == [0, 0], job.said()
-    job.balances(on_one_host("ddp", 2, **LONG), num_ranks=2)
+    assert job.launch("ddp", 1).codes() == [0, 0], job.logs()
+    job.check_ledgers(on_one_host("ddp", 2, **LONG), num_ranks=2)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_dies_and_comes_back(tmp_path, chats, hosts, on_one_host, lost):
     """The other machine waits for it, and both resume from the newest checkpoint."""
     job = Job(tmp_path, chats, hosts, **LONG).launch("ddp", 1)
-    job.reaches(50)
+    job.wait_for_step(50)
     hosts[lost].kill()
     assert job.processes[lost].wait(timeout=30) != 0
     job.launch("ddp", 1, only=lost)
-    assert job.codes() == [0, 0], job.said()
-    job.balances(on_one_host("ddp", 2, **LONG), num_ranks=2)
+    assert job.codes() == [0, 0], job.logs()
+    job.check_ledgers(on_one_host("ddp", 2, **LONG), num_ranks=2)
 
 
 def test_a_rank_dies(tmp_path, chats, hosts, on_one_host):
     """Both launchers restart and reconnect."""
     job = Job(tmp_path, chats, hosts, **LONG).launch("ddp", 1)
-    job.reaches(50)
+    job.wait_for_step(50)
     os.kill(job.lines("rank-1")[-1]["attempt"], 9)  # its process id
-    assert job.codes() == [0, 0], job.said()
+    assert job.codes() == [0, 0], job.logs()
     assert "restart 1 goes on from step" in job.log(0).read_text()
-    job.balances(on_one_host("ddp", 2, **LONG), num_ranks=2)
+    job.check_ledgers(on_one_host("ddp", 2, **LONG), num_ranks=2)
 
 
 def test_elastic(tmp_path, chats, hosts, on_one_host):
     """torchrun's elasticity runs on two machines, then one, then two again, and loses no row."""
     job = by_torchrun(Job(tmp_path, chats, hosts, **LONG), "ddp", 1, nodes="1:2")
-    job.reaches(50)
+    job.wait_for_step(50)
     hosts[1].kill()
     job.processes.pop().wait(timeout=30)
     before = len(job.lines("rank-0"))
     while len(job.lines("rank-0")) == before:  # until it resumes on one machine
-        assert job.processes[0].poll() is None, job.said()
+        assert job.processes[0].poll() is None, job.logs()
         time.sleep(0.2)
     by_torchrun(job, "ddp", 1, nodes="1:2", only=1)
-    assert job.codes() == [0, 0], job.said()
-    steps = [line["step"] for line in ledger.kept(ledger.read(job.books).attempts["rank-0"])]
+    assert job.codes() == [0, 0], job.logs()
+    steps = [line["step"] for line in ledger.kept(ledger.read(job.ledgers).attempts["rank-0"])]
     assert steps == list(range(1, job.num_steps + 1))
     # Losses agree within 1e-5 only in the first steps. After 150 steps on other numbers of ranks, rounding errors have
     # grown above that (1.1e-5 measured).
-    job.balances(on_one_host("ddp", 2, **LONG), num_ranks=2, tolerance=1e-4)
+    job.check_ledgers(on_one_host("ddp", 2, **LONG), num_ranks=2, tolerance=1e-4)
