@@ -1,4 +1,4 @@
-"""What a disk, a mounted bucket and a lock can do is found out, not believed."""
+"""Test that renames, waits, retries and locks detect what a disk or a mounted bucket can do."""
 
 import errno
 
@@ -7,30 +7,30 @@ import pytest
 from gearbox import filesystem
 
 
-def test_a_rename_is_taken_only_where_it_is_one(tmp_path, mounted):
+def test_a_rename_is_used_only_where_it_is_atomic(tmp_path, mounted):
     assert filesystem.rename_problem(tmp_path) == ""
     with mounted() as runs:
-        assert filesystem.rename_problem(runs / "new") == "here a folder cannot be renamed: Function not implemented"
+        assert filesystem.rename_problem(runs / "new") == "folders cannot be renamed here: Function not implemented"
         assert filesystem.file_system(runs / "new" / "below") == "fuse.bucket"
     with mounted(refuses={}) as runs:
         (runs / "a b").mkdir()
-        (runs / "a b").rename(runs / "c")  # it says that it does
+        (runs / "a b").rename(runs / "c")  # the mount reports success
         assert filesystem.rename_problem(runs) == "fuse.bucket may rename a folder file by file"
     with mounted(refuses={}, kind="") as runs:
         assert filesystem.rename_problem(runs) == "fuse may rename a folder file by file"
-    assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["c", "new"], "no probe is left"
+    assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["c", "new"], "a probe is left"
     assert list((tmp_path / "held" / "new").iterdir()) == []
 
 
-def test_a_shard_of_another_machine_is_waited_for(tmp_path, mounted):
+def test_waiting_for_a_shard_of_another_machine(tmp_path, mounted):
     with mounted(lag=1.0) as runs:
-        (tmp_path / "held" / "shard").write_bytes(b"x" * 10)  # as through another mount
+        (tmp_path / "held" / "shard").write_bytes(b"x" * 10)  # as if written through another mount
         assert not (runs / "shard").exists()
         assert filesystem.wait_for_size(runs / "shard", 10, filesystem.SEEN_SECONDS)
-        assert not filesystem.wait_for_size(runs / "shard", 11, 0), "half of it is none"
+        assert not filesystem.wait_for_size(runs / "shard", 11, 0), "a partial file was accepted"
 
 
-def test_what_is_out_of_reach_for_a_while_is_tried_again(tmp_path, mounted, monkeypatch):
+def test_transient_errors_are_retried(tmp_path, mounted, monkeypatch):
     monkeypatch.setattr(filesystem, "RETRY_SECONDS", (0.01, 0.01))
     with mounted(
         fails=[["write", "a", errno.EIO, 2], ["create", "b", errno.ESTALE, 9], ["create", "c", 28, 1]]
@@ -44,11 +44,13 @@ def test_what_is_out_of_reach_for_a_while_is_tried_again(tmp_path, mounted, monk
         filesystem.retry_transient(lambda: (runs / "c").write_bytes(b"whole"))
 
 
-def test_a_lock_holds_between_processes_or_says_that_it_cannot(tmp_path, mounted):
+def test_a_lock_excludes_other_holders_or_reports_that_it_cannot(tmp_path, mounted):
     lock = filesystem.Lock(tmp_path / "lock", 0)
     assert not lock.is_taken and filesystem.Lock(tmp_path / "lock", 0.1).is_taken
     lock.release()
     assert not filesystem.Lock(tmp_path / "lock", 0).is_taken
     with mounted() as runs:
         assert filesystem.Lock(runs / "lock", 0).problem == "No locks available"
-        assert filesystem.Lock(runs / "lock", 0).problem == "Operation not permitted", "to open it again"
+        assert filesystem.Lock(runs / "lock", 0).problem == "Operation not permitted", (
+            "opening the lock file a second time"
+        )

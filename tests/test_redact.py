@@ -1,4 +1,4 @@
-"""Canary secrets: planted in the environment and in what a run reads, found nowhere it writes."""
+"""Plant canary secrets in the environment and in the data, and search everything that a run writes for them."""
 
 import io
 import json
@@ -25,17 +25,19 @@ def secrets(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_values_are_replaced_by_names(secrets, monkeypatch):
+def test_secrets_are_replaced_by_their_names(secrets, monkeypatch):
     for name, value in CANARIES.items():
         assert redact.redact(f"a {value} b") == f"a [{name}] b"
     assert redact.redacted({"x": ["hf_canaryAAAAAAAAAAAAAAAA", 1, None], "canaryEEEEEEEE": 2.5}) == {
         "x": ["[HF_TOKEN]", 1, None], "[COMET_API_KEY]": 2.5
     }  # fmt: skip
     monkeypatch.setenv("LONGER_TOKEN", "canaryBBBBBBBBBBBBBBBB-and-more")
-    assert redact.redact("canaryBBBBBBBBBBBBBBBB-and-more") == "[LONGER_TOKEN]", "the longest first"
+    assert redact.redact("canaryBBBBBBBBBBBBBBBB-and-more") == "[LONGER_TOKEN]", (
+        "the longest secret must be replaced first"
+    )
 
 
-def test_innocent_words_stay(monkeypatch):
+def test_harmless_values_are_kept(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsefalse")
     monkeypatch.setenv("MY_TOKEN", "short")
     monkeypatch.setenv("PATH_TO_DATA", "/data/chats.jsonl")
@@ -51,8 +53,8 @@ def test_printed_lines(secrets, monkeypatch):
     assert out.getvalue() == "token [HF_TOKEN]\n"
 
 
-def test_no_file_and_no_line_of_a_run_has_one(train, tmp_path, secrets, monkeypatch):
-    """They stand in the data, in the run's name, in a name of a field, and in an error: everywhere that is written."""
+def test_no_file_and_no_line_of_a_run_contains_a_secret(train, tmp_path, secrets, monkeypatch):
+    """Secrets in the data, in role names and in an error appear in no file and no printed line."""
     lines = [{"instruction": f"say {CANARIES['HF_TOKEN']} {i}", "output": CANARIES["COMET_API_KEY"]} for i in range(30)]
     lines.append({"instruction": CANARIES["WANDB_API_KEY"]})
     path = tmp_path / "a.jsonl"
@@ -77,11 +79,11 @@ def test_no_file_and_no_line_of_a_run_has_one(train, tmp_path, secrets, monkeypa
     assert "[HF_TOKEN]" in (outcome.folder / "report.html").read_text()
     assert "[MLFLOW_TRACKING_PASSWORD]" in (outcome.folder / "resolved.yaml").read_text()
     again = train("single", *given, "run.name=tiny-single", "run.resume=latest", "train.steps=4")
-    assert again.codes == [0], "a redacted recipe is still the same recipe"
+    assert again.codes == [0], "a redacted recipe differs from itself"
 
 
 def guarded(usual, guard):
-    """As cli.run does before main; the forked ranks of the tests begin at main."""
+    """Guard the streams as cli.run does before main, because the tests' forked ranks start at main."""
 
     def make(self):
         guard()
@@ -91,7 +93,7 @@ def guarded(usual, guard):
 
 
 @pytest.mark.cold
-def test_a_traceback_has_none_either(secrets, tmp_path):
+def test_a_traceback_contains_no_secret(secrets, tmp_path):
     code = (
         "from gearbox.launch import cli\ndef main(_): raise RuntimeError('with canaryBBBBBBBBBBBBBBBB')\ncli.run(main)"
     )
@@ -107,7 +109,7 @@ def test_a_traceback_has_none_either(secrets, tmp_path):
     assert "canary" not in outcome.read_text()
 
 
-def test_without_the_guard_they_would_be_found(train, tmp_path, secrets, monkeypatch):
+def test_without_redaction_the_secret_would_be_found(train, tmp_path, secrets, monkeypatch):
     monkeypatch.setattr(folders, "redacted", lambda value: value)
     outcome = train("single", "save.every=1", f"data.roles={{{CANARIES['COMET_API_KEY']}: user}}")
     found = [file for file in outcome.folder.rglob("manifest.json") if CANARIES["COMET_API_KEY"] in file.read_text()]

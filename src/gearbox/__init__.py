@@ -1,4 +1,4 @@
-"""Gearbox: one training script for language models; the backend is a gear."""
+"""Gearbox: one training script for language models, with the backend as a gear."""
 
 from __future__ import annotations
 

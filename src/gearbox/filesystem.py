@@ -1,4 +1,4 @@
-"""What a file system can do, and how to write where it can do less than a disk: NFS, FUSE, object stores."""
+"""Probe what a file system can do, and write safely on NFS, FUSE mounts and object stores."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import xxhash
 
 Result = TypeVar("Result")
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# The file system has no such operation.
+# Errors of file systems that lack an operation.
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ENOLCK}
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO, errno.EAGAIN}
-RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a thread that nobody waits for
-SEEN_SECONDS = 75.0  # NFS and the mounts of object stores cache what they know of a name, for 60 s by default
+RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a background thread
+SEEN_SECONDS = 75.0  # NFS and mounted object stores cache names for 60 s by default
 LOOK_SECONDS = 0.5
-CHUNK_BYTES = 16 * 2**20  # written, hashed or read at once
+CHUNK_BYTES = 16 * 2**20  # read, hashed or written at once
 
 
 def rename_problem(folder: Path) -> str:
-    """Return why renaming a folder in this one is not atomic, or an empty string if it is.
+    """Return the reason why renaming a folder in `folder` is not atomic, or an empty string if it is atomic.
 
-    The probe is a folder with a file in it: an empty one can be renamed in object stores too. Some of them copy a
-    renamed folder file by file, without an error; so renames of every FUSE mount count as not atomic. Raise OSError
-    where nothing can be written.
+    The probe is a folder that contains a file, because object stores can rename empty folders too. Some stores copy a
+    renamed folder file by file, without an error, so no FUSE mount counts as atomic. Raise OSError if the folder is
+    not writable.
     """
     probe = folder / f"probe.tmp-{uuid4().hex[:8]}"
     renamed = probe.with_name(f"{probe.name}-renamed")
@@ -44,7 +44,7 @@ def rename_problem(folder: Path) -> str:
             probe.rename(renamed)
             (renamed / "file").read_bytes()
         except OSError as error:
-            return f"here a folder cannot be renamed: {error.strerror}"
+            return f"folders cannot be renamed here: {error.strerror}"
     finally:
         for leftover in (probe, renamed):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -53,19 +53,19 @@ def rename_problem(folder: Path) -> str:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of a path's file system, such as nfs4 or fuse.s3fs; empty where Linux does not say."""
+    """Return the type of a path's file system, such as nfs4 or fuse.s3fs, or an empty string if it is unknown."""
     resolved, kind, longest = path.resolve(), "", -1
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
             point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
-            if resolved.is_relative_to(point) and len(point.parts) >= longest:  # the last one is on top
+            if resolved.is_relative_to(point) and len(point.parts) >= longest:  # the last mount covers earlier ones
                 kind, longest = after.split()[0], len(point.parts)
     return kind
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Write a file to the disk (fsync). Where there is no fsync, closing the file has to do."""
+    """Flush a file to disk with fsync. File systems without fsync rely on closing the file."""
     file.flush()
     try:
         os.fsync(file.fileno())
@@ -75,7 +75,7 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk, where the file system has fsync for folders."""
+    """Flush a folder's entries to disk, if the file system supports fsync on folders."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def retry_transient(work: Callable[[], Result]) -> Result:
-    """Retry for a minute while the storage is out of reach. Raise OSError where it stays so."""
+    """Call `work`, and retry for a minute while the storage is unreachable. Raise OSError after that."""
     for seconds in RETRY_SECONDS:
         try:
             return work()
@@ -99,10 +99,10 @@ def retry_transient(work: Callable[[], Result]) -> Result:
 
 
 def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:
-    """Return whether a file of that size, which another machine wrote, is here or appears in time."""
+    """Return whether a file that another machine writes appears with this size in time."""
     deadline = time.monotonic() + seconds
     while True:
-        with suppress(OSError), path.open("rb") as file:  # opened: that is when NFS asks its server
+        with suppress(OSError), path.open("rb") as file:  # opening makes NFS ask its server
             if os.fstat(file.fileno()).st_size == num_bytes:
                 return True
         if time.monotonic() >= deadline:
@@ -111,7 +111,7 @@ def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:
 
 
 def wait_for_path(path: Path, seconds: float) -> bool:
-    """Return whether this machine sees, now or in time, what another one may have made just now."""
+    """Return whether a path that another machine may have just created appears in time."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
@@ -121,7 +121,7 @@ def wait_for_path(path: Path, seconds: float) -> bool:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace a small file by a rename. Where that is refused, write it in place: a kill may then truncate it."""
+    """Replace a small file by a rename. If renames fail, write it in place, where a kill may truncate it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         _write(aside, text)
@@ -144,10 +144,10 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path, aside: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes this one in one step: `aside` is filled and renamed.
+    """Yield a folder to fill, which then becomes `folder` in one step: `aside` is filled and renamed.
 
-    Where a folder cannot be renamed, one on the machine's own disk (TMPDIR) is filled and then copied. Mounted object
-    stores may only take files that are written from the first byte to the last, and safetensors writes otherwise.
+    If folders cannot be renamed, yield one on the local disk (TMPDIR) and copy it afterwards. Mounted object stores may
+    accept only sequential writes, and safetensors does not write sequentially.
     """
     if not rename_problem(folder.parent):
         shutil.rmtree(aside, ignore_errors=True)
@@ -163,18 +163,18 @@ def atomic_folder(folder: Path, aside: Path) -> Iterator[Path]:
 
 
 class Lock:
-    """A file that one process holds until it releases it, or ends.
+    """A lock file that one process holds until it releases the lock or ends.
 
-    It excludes the processes that share its flock(2): on all machines with NFS (version 4, or 3 with lockd), CephFS and
-    Lustre (mounted with flock), only on this machine with most FUSE mounts.
+    The lock uses flock(2). It works across machines on NFS (version 4, or 3 with lockd), CephFS and Lustre (mounted
+    with flock). On most FUSE mounts it works only within one machine.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
-        """Try to take it for that many seconds."""
+        """Try to take the lock for this many seconds."""
         self.is_taken = False
-        """Whether another process holds it."""
+        """True if another process holds the lock."""
         self.problem = ""
-        """Why no process can hold it; empty where one can."""
+        """The reason why the file system cannot lock; empty if it can."""
         self._handle = -1
         deadline = time.monotonic() + seconds
         try:
@@ -201,16 +201,16 @@ class Lock:
         return False
 
     def release(self) -> None:
-        """Let other processes take it; do nothing where it is not held."""
+        """Release the lock, if this process holds it."""
         if self._handle >= 0:
             with suppress(OSError):
-                fcntl.flock(self._handle, fcntl.LOCK_UN)  # a forked child may have the handle too
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # a forked child may share the handle
             os.close(self._handle)
             self._handle = -1
 
 
 def digest_of(path: Path) -> str:
-    """Return the xxh3-128 digest of a file's content, in hexadecimal."""
+    """Return the hexadecimal xxh3-128 digest of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Parents and launchers: find them, end with them, ask whether a process is alive."""
+"""Find parents and launchers, end with them, and check whether a process is alive."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies (prctl(2))."""
+    """Ask the kernel to send this process a signal when its parent dies (prctl(2))."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def is_alive(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
-    """Return whether the process is there and not a zombie; with `states`, whether it is in one of them."""
+    """Return whether the process exists and is not a zombie; with `states`, whether it is in one of these states."""
     try:
         state = process.status() if process.is_running() else psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -25,13 +25,13 @@ def is_alive(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
 
 
 def launcher_command() -> list[str] | None:
-    """Return the command line of the `accelerate launch` above this process, None without one."""
+    """Return the command line of the `accelerate launch` above this process, or None without a launcher."""
     launcher = launcher_process()
     return launcher.cmdline() if launcher else None
 
 
 def launcher_process() -> psutil.Process | None:
-    """Return the `accelerate launch` above this process, None without one."""
+    """Return the `accelerate launch` process above this one, or None without a launcher."""
     for process in psutil.Process().parents():
         try:
             command = process.cmdline()

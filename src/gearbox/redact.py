@@ -1,4 +1,4 @@
-"""Keep secrets out of whatever a run writes: the values of environment variables that are named like secrets."""
+"""Keep secrets out of a run's output: the values of environment variables with names like TOKEN or PASSWORD."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TextIO, TypeVar, cast
 
 T = TypeVar("T")
 
-# Hugging Face, Weights & Biases, AWS, Azure, Comet, MLflow, ... use these words.
+# Words in the variables of Hugging Face, Weights & Biases, AWS, Azure, Comet, MLflow and others.
 SECRET = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIAL|CONNECTION_STRING", re.I
 )
-MIN_LETTERS = 8  # shorter values are part of too many other words
+MIN_LETTERS = 8  # shorter values occur in too many other words
 
 
 def secrets() -> dict[str, str]:
-    """Return the environment's secrets, value to name, longest first, so that none hides a part of another."""
+    """Return the environment's secrets by value, longest first, so that no secret is replaced only in part."""
     named = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= MIN_LETTERS}
-    found = {value: name for value, name in named.items() if not Path(value).exists()}  # a path to secrets is no secret
+    found = {value: name for value, name in named.items() if not Path(value).exists()}  # a path to secrets is public
     return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
 
 
 def redact(text: str) -> str:
-    """Return the text with each secret replaced by its variable's name."""
+    """Return the text with each secret replaced by its variable name in brackets."""
     for value, name in secrets().items():
         if value in text:
             text = text.replace(value, f"[{name}]")
@@ -34,7 +34,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: T) -> T:
-    """Return a JSON-like value with every string in it redacted, keys too. Tuples become lists, as in JSON."""
+    """Return a JSON-like value with every string redacted, including keys. Tuples become lists, as in JSON."""
     if isinstance(value, str):
         return cast(T, redact(value))
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def redacted(value: T) -> T:
 
 
 class _Redacting:
-    """A text stream that writes no secret."""
+    """A text stream that redacts secrets."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,6 +63,6 @@ class _Redacting:
 
 
 def guard_streams() -> None:
-    """Redact whatever Python prints in this process from now on."""
+    """Redact everything that Python prints in this process from now on."""
     if secrets():
         sys.stdout, sys.stderr = _Redacting(sys.stdout), _Redacting(sys.stderr)

@@ -1,4 +1,4 @@
-"""What a rank may ask of the others: exchange small objects, add numbers, let rank 0 decide."""
+"""Define the interface between ranks: exchange small objects, add numbers, let rank 0 decide."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """All ranks of a run, as one of them sees them. Every rank makes the same calls in the same order."""
+    """The ranks of a run, as seen by one rank. Every rank makes the same calls in the same order."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """The rank of this process, starting at 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the object of each rank, by rank, on every rank."""
+        """Return the values of all ranks, ordered by rank, on every rank."""
 
     def sum(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums over all ranks."""
 
     def decide(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0 and return its result on every rank; its UserError is raised on every rank too."""
+        """Call `work` on rank 0, and return its result or raise its UserError on every rank."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
