@@ -51,7 +51,7 @@ def num_idle_gpus() -> int:
 def quiet_libraries() -> None:
     """Silence library warnings that repeat on every rank or step and that nobody can act on."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Accelerate's use of HSDP's mesh.
+    # Accelerate triggers this warning with HSDP's mesh.
     warnings.filterwarnings("ignore", message="Slicing a flattened dim")
     # Saving takes a slow path once.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

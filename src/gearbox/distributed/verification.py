@@ -216,7 +216,7 @@ def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> li
         if share > ideal * 1.1 + 0.02:
             return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
     if gear.zero_stage in (1, 2):
-        # The partitions that the optimizer updates, padded to whole buffers.
+        # The partitions that the optimizer updates, padded to full buffers.
         kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if kept > trainable / gear.num_processes * 1.1 + 1000:
