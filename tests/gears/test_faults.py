@@ -59,5 +59,5 @@ def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
     forgetful = interrupted("forgetful", load=((run_folder.Run, "restore"), lambda *_: None))
     assert any("instead of" in problem for problem in forgetful)
     again = interrupted("again", load=((sampler.Sampler, "rows_of_step"), lambda self, step: list(range(6))))
-    assert any("trained other rows" in problem for problem in again)
-    assert any("rows came twice" in problem for problem in again)
+    assert any("trained different rows" in problem for problem in again)
+    assert any("rows repeated" in problem for problem in again)

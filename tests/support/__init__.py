@@ -1,1 +1,1 @@
-"""What tests share: `from support.ranks import fork_ranks`. Nothing in here is a test."""
+"""Provide helpers for tests, imported as `from support.ranks import fork_ranks`; this package contains no tests."""

@@ -1,4 +1,4 @@
-"""What other templates get wrong: each makes a run train another model."""
+"""Break a run as other templates do: each function here makes a run train a different model."""
 
 import dataclasses
 
@@ -9,26 +9,26 @@ from gearbox.training import loop
 
 
 def averaged_per_micro_batch(monkeypatch):
-    """The usual loop: each micro batch is divided by its own count of targets."""
+    """Divide the loss of each micro-batch by its own number of targets, as is common."""
     usual = batches.make_step_batch
 
     def by_micro_batch(*arguments):
         step = usual(*arguments)
         counts = [int((micro["labels"] != batches.IGNORE_INDEX).sum()) for micro in step.micro_batches]
-        whole = len(counts) * 2  # micro batches of both ranks
-        return dataclasses.replace(step, num_targets=whole * sum(counts) / len(counts))
+        num_micro_batches = len(counts) * 2  # on both ranks
+        return dataclasses.replace(step, num_targets=num_micro_batches * sum(counts) / len(counts))
 
     monkeypatch.setattr(batches, "make_step_batch", by_micro_batch)
 
 
 def scheduled_by_rank(monkeypatch):
-    """A prepared scheduler steps once a rank."""
+    """Step the scheduler once per rank, as a prepared scheduler does."""
     usual = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda step, last, *rest: usual(min(2 * step, last), last, *rest))
 
 
 def clipped_at_auto(monkeypatch):
-    """DeepSpeed's "auto" is 1.0, whatever the recipe says; the check that refuses it is switched off too."""
+    """Clip at 1.0, DeepSpeed's "auto", whatever the recipe sets; disable the check that refuses it."""
     usual = Gear.filled_json
     monkeypatch.setattr(Gear, "filled_json", lambda *a: usual(*a) | {"gradient_clipping": 1.0})
     lines = {"ranks": "2", "engine": "ZeRO-2", "accumulation": "3", "precision": "fp32"}

@@ -1,8 +1,8 @@
-"""A bucket, mounted: a real file system (FUSE, spoken here without a library) that keeps a folder as object stores do.
+"""Mount a folder as a bucket: a FUSE file system, without a library, that behaves like an object store.
 
     python tests/support/bucket.py FOLDER MOUNTPOINT '{"refuses": ["rename"], ...}'
 
-What it refuses, and when it fails or kills, is told by `Behaviour`. Needs root and /dev/fuse.
+`Behaviour` sets what it refuses, and when it fails or kills its caller. It needs root and /dev/fuse.
 """
 
 import ctypes
@@ -35,20 +35,20 @@ MNT_DETACH = 2
 
 @dataclass
 class Behaviour:
-    """How it differs from a disk. Operations are named as in OPCODES, and `append` and `seek`."""
+    """Differences from a disk. Operations have the names of OPCODES; `append` and `seek` are two more."""
 
     refuses: dict[str, int] = field(default_factory=dict)
-    """Operation to error number."""
+    """Operations that always fail, with their error number."""
     kind: str = "bucket"
-    """What /proc/mounts says after `fuse.`; empty: nothing, only `fuse`."""
+    """The file system type in /proc/mounts is `fuse.KIND`, or `fuse` if this is empty."""
     lag: float = 0.0
-    """Seconds until a name that was not made through this mount is seen here."""
+    """Seconds until a name that was created elsewhere becomes visible in this mount."""
     fails: list = field(default_factory=list)
-    """Of [operation, pattern of the path, error number, times]: what goes wrong, and how often."""
+    """A list of [operation, path pattern, error number, count]: fail that many matching operations."""
     kills: list = field(default_factory=list)
-    """Of [operation, pattern of the path]: at which its caller is killed. A write is half done."""
+    """A list of [operation, path pattern]: kill the caller there. A write is half done by then."""
     kills_in_turn: bool = False
-    """The n-th process that changes anything is killed at its n-th change."""
+    """Whether to kill the n-th process that changes something at its n-th change."""
 
 
 LIKE_S3 = {
@@ -62,11 +62,11 @@ def join(folder: str, name: str) -> str:
 
 
 class Bucket:
-    """The server: one thread, one request after another."""
+    """The server. It answers one request at a time, in one thread."""
 
     def __init__(self, folder: Path, behaviour: Behaviour) -> None:
         self.folder, self.behaviour = folder, behaviour
-        self.paths = {1: ""}  # of each node; a name that comes back is another node
+        self.paths = {1: ""}  # by node; a deleted and recreated name gets a new node
         self.mine: set[str] = set()
         self.files: dict[int, tuple[int, str]] = {}
         self.changes: dict[int, int] = {}
@@ -82,7 +82,7 @@ class Bucket:
                 return  # unmounted
             length, opcode, unique, node, _, _, process, *_ = HEADER.unpack_from(request)
             name = OPCODES.get(opcode)
-            if name is None and opcode in (2, 36, 42):  # forget, interrupt: not answered
+            if name is None and opcode in (2, 36, 42):  # forget and interrupt need no answer
                 continue
             code, answer = errno.ENOSYS, b""
             if name is not None:
@@ -91,7 +91,7 @@ class Bucket:
                 except OSError as error:
                     code = error.errno or errno.EIO
             body = b"" if code else answer
-            with suppress(FileNotFoundError):  # whoever asked is gone
+            with suppress(FileNotFoundError):  # the caller is gone
                 os.write(device, struct.pack("<IiQ", 16 + len(body), -code, unique) + body)
 
     def answer(self, name: str, node: int, body: bytes, process: int) -> bytes:
@@ -121,8 +121,6 @@ class Bucket:
             os.kill(process, signal.SIGKILL)
             raise OSError(errno.EINTR, "")
         return getattr(self, name)(path, body)
-
-    # ----------------------------------------------------------------------- what it can do
 
     def at(self, path: str) -> Path:
         return self.folder / path if path else self.folder
@@ -176,7 +174,7 @@ class Bucket:
         return struct.pack("<5Q10I", *blocks, 0, 0, found.f_bsize, 255, found.f_frsize, *[0] * 7)
 
     def mkdir(self, path: str, _: bytes) -> bytes:
-        self.mine.add(path)  # from now on it is known, also where the store answers that it was there
+        self.mine.add(path)  # visible from now on, even if mkdir fails because it exists
         self.at(path).mkdir()
         return self.entry(path)
 
@@ -236,7 +234,9 @@ class Bucket:
 
     def readdir(self, path: str, body: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", body)
-        names = sorted((found.name for found in self.at(path).iterdir()), reverse=True)  # in no order to count on
+        names = sorted(
+            (found.name for found in self.at(path).iterdir()), reverse=True
+        )  # reversed, because buckets promise no order
         names = [".", "..", *(name for name in names if self.is_seen(join(path, name)))]
         answer = b""
         for number, name in enumerate(names[offset:], start=offset + 1):
@@ -256,7 +256,7 @@ class Bucket:
         return b""
 
     def rename(self, path: str, body: bytes) -> bytes:
-        """As object stores do it: a folder is copied, one file after another."""
+        """Rename as object stores do: copy a folder file by file."""
         old, new = body[8:].split(b"\0")[:2]
         source, target = join(path, old.decode()), join(self.paths[struct.unpack_from("<Q", body)[0]], new.decode())
         if self.at(source).is_dir():
@@ -270,7 +270,7 @@ class Bucket:
 
 
 def mount(folder: Path, mountpoint: Path, behaviour: Behaviour) -> int:
-    """Mount without serving yet; returns the device's handle. Raises OSError where it cannot be."""
+    """Mount, and return the device's file descriptor; do not serve yet. Raise OSError if the mount fails."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     libc = ctypes.CDLL(None, use_errno=True)
     kind = f"fuse.{behaviour.kind}" if behaviour.kind else "fuse"
@@ -282,7 +282,7 @@ def mount(folder: Path, mountpoint: Path, behaviour: Behaviour) -> int:
 
 @contextmanager
 def mounted(folder: Path, mountpoint: Path, **behaviour) -> Iterator[Path]:
-    """A bucket for as long as it is used."""
+    """Yield the mount point of a bucket, and unmount it afterwards."""
     folder.mkdir(exist_ok=True)
     mountpoint.mkdir(exist_ok=True)
     asked = json.dumps(asdict(Behaviour(**behaviour)))
@@ -303,7 +303,7 @@ def mounted(folder: Path, mountpoint: Path, **behaviour) -> Iterator[Path]:
 
 
 def missing() -> str:
-    """Why there can be no bucket here, or an empty string."""
+    """Return why a bucket cannot be mounted here, or an empty string if it can."""
     if os.geteuid():
         return "needs root to mount"
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks, made without a run, and every way to damage one."""
+"""Write checkpoints of two ranks without a run, and damage them in every way."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def make(parent: Path, step: int = 20, eval_loss: float | None = None) -> Path:
-    """A checkpoint of two ranks, `w` cut in two."""
+    """Write a checkpoint of two ranks, with `w` sharded across both."""
     parent.mkdir(exist_ok=True)
     aside = parent / f"step-{step}.tmp-abc"
     aside.mkdir()
@@ -70,7 +70,7 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def zero(path: Path, draw: random.Random) -> None:
-    """A page of it, or what there is; of bytes that were not zero before."""
+    """Zero 4096 bytes, or all if the file is smaller; at least one was not zero before."""
     content = bytearray(path.read_bytes())
     at = draw.randrange(max(1, len(content) - 4096))
     assert any(content[at : at + 4096])
@@ -97,6 +97,6 @@ DAMAGES = [flip, zero, truncate, swap, delete]
 
 
 def forged(folder: Path, **changes) -> None:
-    """Change what the manifest says, with the right digest: what somebody would do who means it."""
+    """Change entries of the manifest and update its digest, as a deliberate forgery would."""
     content = json.loads((folder / "manifest.json").read_text())["manifest"] | changes
     (folder / "manifest.json").write_text(manifest.render_manifest(content))

@@ -1,4 +1,4 @@
-"""Commands as a user gives them, in a shell."""
+"""Run commands in a shell, as a user does."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 from gearbox import ROOT
 
 BIN = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment
-# Without what the tests set for themselves.
+# Without the variables that the tests set.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "DS_", "CUDA_"))}
 
 
@@ -21,7 +21,7 @@ def shell(line: str) -> subprocess.CompletedProcess:
 
 
 def small(folder: Path, chats: Path) -> str:
-    """The overrides of two short steps, in a folder's runs/."""
+    """Return overrides for two short steps that write to `folder`/runs."""
     return (
         f"run.dir={folder}/runs data.path={chats} batch.rows=4 batch.row_tokens=128 train.steps=2 "
         "schedule.warmup=1 eval.every=0 eval.sample_tokens=4"

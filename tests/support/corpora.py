@@ -1,4 +1,4 @@
-"""Files of documents, and what a run would read out of them."""
+"""Write files of documents, and read them as a run would."""
 
 import json
 from pathlib import Path

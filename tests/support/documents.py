@@ -1,4 +1,4 @@
-"""Documents that are made up: in memory, for tests that need rows and no files, and as a file of chats."""
+"""Make artificial documents: in memory, for tests that need rows but no files, and as a file of chats."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from gearbox.data.packing import Chunks
 
 
 class Made:
-    """A corpus out of lists, as far as `PackedRows` needs one."""
+    """A corpus made from lists, with the methods that `PackedRows` needs."""
 
     def __init__(self, tokens: list[list[int]], supervised: list[list[int]]) -> None:
         self._tokens = [np.array(ids, np.int32) for ids in tokens]
@@ -45,7 +45,7 @@ def random_documents(lengths: list[int], seed: int = 0, supervised: float = 0.7,
 
 
 def make_chats(path: Path) -> Path:
-    """300 chats of uneven length and one to three turns, as a file of messages."""
+    """Write 300 chats of uneven length, with one to three turns, as a file of messages."""
     documents = builtin_tasks.documents(600)
     joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))

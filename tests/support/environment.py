@@ -1,11 +1,11 @@
-"""The environment of every test, set before torch and datasets read it: one core, no GPU, no hub, its own cache."""
+"""Set the environment of every test before torch and datasets read it: one core, no GPU, no Hub, a private cache."""
 
 import os
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What tests tokenize is kept for the other tests of this run and nobody else.
+# Tests of one run share tokenized data with each other, but with no other run.
 CACHE = tempfile.TemporaryDirectory(prefix="gearbox-tests-")
 os.environ.update(
     HF_DATASETS_CACHE=CACHE.name,

@@ -1,4 +1,4 @@
-"""Small mixtures of experts."""
+"""Define small mixture-of-experts models."""
 
 import transformers
 

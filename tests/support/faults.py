@@ -1,4 +1,4 @@
-"""Faults planted in a run on forked ranks. What they replace inside of a run is named here and nowhere else."""
+"""Plant faults in a run on forked ranks. Only this module names the functions that the faults replace."""
 
 import itertools
 import os
@@ -13,15 +13,15 @@ from gearbox.checkpoint.train_state import StepResult, TrainState
 from gearbox.training import loop
 
 STEPS = ("schedule.name=constant", "save.every=2", "train.steps=8", "run.name=x")
-NUM_ROWS = 101  # of the chats, in rows of 128 tokens
+NUM_ROWS = 101  # rows of 128 tokens in the chats
 
 
 @dataclass
 class Step:
-    """A step of training that a rank is about to take."""
+    """A training step that a rank is about to take."""
 
     number: int
-    """Counted in this process, from 1: a run that goes on begins again with 1."""
+    """The number of the step in this process, from 1; a resumed run counts from 1 again."""
     rank: int
     accelerator: Any
     model: Any
@@ -31,16 +31,16 @@ class Step:
     _outcome: Any = None
 
     def take(self) -> None:
-        """The usual step, now: for what comes after it, or stands around it."""
+        """Take the step now, for faults that act after it or around it."""
         self._outcome = self._usual()
 
     def leave_out(self) -> None:
-        """As if it had been taken, with finite numbers."""
+        """Skip the step, and return finite numbers as if it had been taken."""
         self._outcome = StepResult(1.0, 1.0)
 
 
 def patch_step(monkeypatch: pytest.MonkeyPatch, around: Callable[[Step], Any]) -> None:
-    """Let ranks forked from here on call around(step) at each step, and take the step after it if it has not."""
+    """Make ranks forked from now on call around(step) at each step, and then take the step if `around` did not."""
     usual, numbers = loop.train_step, itertools.count(1)
 
     def train_step(engine, batch, *rest):
@@ -58,7 +58,7 @@ def patch_step(monkeypatch: pytest.MonkeyPatch, around: Callable[[Step], Any]) -
 
 
 def at_step(number: int, act: Callable[[Step], Any], rank: int | None = None) -> Callable[[Step], None]:
-    """For patch_step: act before this step, on one rank or on all."""
+    """Return a function for patch_step that acts before this step, on one rank or on all."""
 
     def around(step: Step) -> None:
         if step.number == number and rank in (None, step.rank):
@@ -72,7 +72,7 @@ def kill(*_) -> None:
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let TrainState.now be the run's step that is being done."""
+    """Keep the number of the run's current step in TrainState.now."""
     advance = TrainState.advance
 
     def counted(self, batch, result):

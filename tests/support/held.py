@@ -51,6 +51,8 @@ def held(step: Step) -> dict:
             parts = [local(p.grad) for p in model.parameters() if p.grad is not None]
         elif hasattr(engine, "grad_partitions_flat_buffer"):
             parts = [engine.grad_partitions_flat_buffer]
+        elif hasattr(engine, "fp32_groups_gradients_flat"):  # ZeRO-1 in bf16
+            parts = [*engine.fp32_groups_gradients_flat, *(p.grad for p in model.parameters() if p.grad is not None)]
         else:  # parts of buckets, which later gradients overwrite
             parts = [t.clone() for kept in engine.averaged_gradients.values() for t in kept or () if t is not None]
         gradients.append(num_bytes(parts))

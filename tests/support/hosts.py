@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces on a bridge, each with a hostname of its own. Files are shared."""
+"""Create two hosts on this machine: network namespaces on a bridge, with their own hostnames and shared files."""
 
 import os
 import re
@@ -16,7 +16,7 @@ PAIRS = count()
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts here, None if there can."""
+    """Return why hosts cannot be created here, or None if they can."""
     if os.geteuid() != 0:
         return "two hosts in network namespaces need root"
     if missing := [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]:
@@ -29,14 +29,16 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
+    """A host: a network namespace, its address and its link to the bridge."""
+
     name: str
     address: str
     namespace: str
     cable: str
-    """The bridge's end of its link."""
+    """The end of its link at the bridge."""
 
     def command(self, *argv: str) -> list[str]:
-        """A command line, to be run on this host."""
+        """Return a command line that runs `argv` on this host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.namespace, *named, *argv]
 
@@ -45,7 +47,7 @@ class Host:
             return subprocess.Popen(self.command(*argv), stdout=file, stderr=file, env=os.environ | (environment or {}))
 
     def link(self, is_up: bool) -> None:
-        """Plug its cable in, or pull it."""
+        """Connect or disconnect the host."""
         ip("link", "set", self.cable, "up" if is_up else "down")
 
     def pids(self) -> list[int]:
@@ -53,7 +55,7 @@ class Host:
         return [int(pid) for pid in found.stdout.split()]
 
     def kill(self) -> None:
-        """Kill all that runs on it, as a power cut does."""
+        """Kill all processes on the host, like a power cut."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -64,7 +66,7 @@ def ip(*arguments: str) -> None:
 
 
 def remove_leftovers() -> None:
-    """Hosts of test runs that were killed."""
+    """Remove the hosts of killed test runs."""
     known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     for bridge, pid in {match.groups() for match in re.finditer(r"^(gb(\d+)[a-z])-\d\b", known, re.M)}:
         if not Path("/proc", pid).exists():
@@ -75,14 +77,16 @@ def remove_leftovers() -> None:
 
 def _remove(host: Host) -> None:
     host.kill()
-    subprocess.run(["ip", "link", "del", host.cable], capture_output=True, check=False)  # a closed socket may hold it
+    subprocess.run(
+        ["ip", "link", "del", host.cable], capture_output=True, check=False
+    )  # a closed socket may keep it alive
     subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
     shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
 
 
 @contextmanager
 def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
-    """node1 and node2, or as named, which reach each other, and this machine as host 1 of their network."""
+    """Yield two connected hosts, node1 and node2 by default. This machine is address 1 of their network."""
     remove_leftovers()
     pid, pair = os.getpid(), next(PAIRS)
     network = f"10.{70 + (pid // 250 + pair) % 50}.{pid % 250}"
@@ -102,7 +106,7 @@ def two_hosts(*names: str, domain: str = "") -> Iterator[tuple[Host, Host]]:
             for device in ("lo", "eth0"):
                 ip("-n", host.namespace, "link", "set", device, "up")
             host.link(is_up=True)
-            folder.mkdir(parents=True)  # `ip netns exec` lays its files over those of /etc
+            folder.mkdir(parents=True)  # `ip netns exec` mounts its files over those in /etc
             known = [f"{one.address} {f'{one.name}.{domain} ' if domain else ''}{one.name}" for one in hosts]
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known]) + "\n")
         yield hosts[0], hosts[1]

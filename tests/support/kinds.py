@@ -1,6 +1,6 @@
-"""What kind of test runs. Unit tests start neither ranks nor Python processes: one that does fails, and says so.
+"""Determine the kind of each test, and fail a unit test that starts ranks or Python processes.
 
-A mark on the test or its file says its kind; without one the fixtures that it uses do; without those it is a unit test.
+A mark on the test or its file sets the kind. Without a mark the fixtures decide. All other tests are unit tests.
 """
 
 import os
@@ -8,7 +8,7 @@ import re
 import sys
 
 KINDS = ("unit", "ranks", "cold")
-BY_FIXTURE = {  # the first of them that a test uses
+BY_FIXTURE = {  # the first fixture in this order that a test uses decides
     "slurm": "cold",
     "mounted": "cold",
     "train": "ranks",
@@ -18,7 +18,7 @@ BY_FIXTURE = {  # the first of them that a test uses
 NEED_ROOT = {"slurm", "mounted"}
 PYTHON = re.compile(r"(^|[/\s])(python[\d.]*|accelerate|torchrun)(\s|$)")
 
-running: str | None = None  # the kind of the test that runs now; conftest.py sets it
+running: str | None = None  # the kind of the current test, set by conftest.py
 
 
 def kind_of(fixtures: set[str]) -> str:
@@ -26,13 +26,13 @@ def kind_of(fixtures: set[str]) -> str:
 
 
 def refuse_in_unit_tests(what: str, kind: str) -> None:
-    """Called before anything is started that a unit test must not start."""
+    """Fail a unit test. Call this before starting anything that a unit test must not start."""
     if running == "unit":
         raise AssertionError(f"a unit test starts {what}: mark it with pytest.mark.{kind}")
 
 
 def watch_processes() -> None:
-    """See every process that is started from here on. For good: an audit hook stays."""
+    """Check every process started from now on. An audit hook cannot be removed."""
 
     def watch(event: str, arguments: tuple) -> None:
         if event == "subprocess.Popen" and running == "unit":

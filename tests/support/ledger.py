@@ -1,4 +1,4 @@
-"""The oracle of all faults: every rank writes down each step it takes, and afterwards the books must balance."""
+"""Record each step of each rank in a ledger, and compare a disturbed run's ledgers with an undisturbed run's."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from gearbox.checkpoint import folders, manifest
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.data import batches
 
-VARIABLE = "GEARBOX_TEST_LEDGER"  # the folder of the ledgers
+VARIABLE = "GEARBOX_TEST_LEDGER"  # names the folder of the ledgers
 
 
 def install() -> None:
-    """From here on this process appends (attempt, step, row ids, loss) to its rank's ledger, before all else."""
+    """Make this process append each step (attempt, step, row ids, loss) to its rank's ledger, before anything else."""
     make_step, advance = batches.make_step_batch, TrainState.advance
     rows: list[int] = []
 
@@ -39,13 +39,13 @@ def install() -> None:
 
 @dataclass
 class Books:
-    """What the ranks wrote: for each rank its attempts in order, each a list of lines."""
+    """The ledgers of a run: by rank, its attempts in order, each a list of lines."""
 
     attempts: dict[str, list[list[dict]]] = field(default_factory=dict)
 
     @property
     def restarts(self) -> list[float]:
-        """Seconds from the last step of an attempt to the first one of the next, of rank 0."""
+        """Seconds from rank 0's last step of an attempt to its first step of the next."""
         mine = self.attempts["rank-0"]
         return [round(after[0]["time"] - before[-1]["time"], 1) for before, after in pairwise(mine)]
 
@@ -62,7 +62,7 @@ def read(folder: Path) -> Books:
 
 
 def kept(attempts: list[list[dict]]) -> list[dict]:
-    """The steps that count: those of an attempt before the place from which the next one went on."""
+    """Return the steps that count: each attempt up to the step where the next attempt resumed."""
     lines: list[dict] = []
     for attempt in attempts:
         first = attempt[0]["step"]
@@ -71,7 +71,7 @@ def kept(attempts: list[list[dict]]) -> list[dict]:
 
 
 def num_rows(undisturbed: Books) -> int:
-    """Of an epoch: where the rows of a run begin to come again."""
+    """Return the rows of an epoch: the number of rows before one repeats."""
     seen: set[int] = set()
     for line in kept(undisturbed.attempts["rank-0"]):
         for row in line["rows"]:
@@ -82,38 +82,38 @@ def num_rows(undisturbed: Books) -> int:
 
 
 def problems(books: Books, reference: Books, num_ranks: int, num_steps: int, num_rows: int, tolerance=0.0) -> list[str]:
-    """What does not balance against a run that nobody disturbed. Nothing, if all is well."""
+    """Return the differences from an undisturbed run, none if all steps match."""
     found = []
     expected = {line["step"]: line for line in kept(reference.attempts["rank-0"])}
     if len(books.attempts) != num_ranks and not tolerance:
-        found.append(f"{len(books.attempts)} ledgers of {num_ranks} ranks")
+        found.append(f"{len(books.attempts)} ledgers for {num_ranks} ranks")
     for rank, attempts in books.attempts.items():
         lines = kept(attempts)
         steps = [line["step"] for line in lines]
         if steps != list(range(1, num_steps + 1)) and not tolerance:
             found.append(f"{rank}: steps {_gaps(steps, num_steps)}")
-        for line in (line for attempt in attempts for line in attempt):  # also those done again
+        for line in (line for attempt in attempts for line in attempt):  # repeated steps too
             if line["rows"] != expected[line["step"]]["rows"]:
-                found.append(f"{rank}: step {line['step']} trained other rows")
+                found.append(f"{rank}: step {line['step']} trained different rows")
             theirs, ours = (float.fromhex(each["loss"]) for each in (expected[line["step"]], line))
             if abs(ours - theirs) > tolerance * abs(theirs):
-                found.append(f"{rank}: step {line['step']} has the loss {ours!r} instead of {theirs!r}")
+                found.append(f"{rank}: step {line['step']} has loss {ours!r} instead of {theirs!r}")
     consumed = [row for line in kept(books.attempts["rank-0"]) for row in line["rows"]]
     for epoch in range(0, len(consumed), num_rows):
         part = consumed[epoch : epoch + num_rows]
         if len(set(part)) != len(part):
-            found.append(f"epoch {epoch // num_rows}: {len(part) - len(set(part))} rows came twice")
+            found.append(f"epoch {epoch // num_rows}: {len(part) - len(set(part))} rows repeated")
     return found
 
 
 def _gaps(steps: list[int], num_steps: int) -> str:
     missing = sorted({*range(1, num_steps + 1)} - {*steps})
     twice = sorted({step for step in steps if steps.count(step) > 1})
-    return f"missing {missing[:5]}, twice {twice[:5]}"
+    return f"missing {missing[:5]}, repeated {twice[:5]}"
 
 
 def whole_checkpoint(folder: Path) -> int | None:
-    """The step of the newest checkpoint that verifies, or None."""
+    """Return the step of the newest checkpoint that verifies, or None."""
     for step, path in folders.list_checkpoints(folder):
         try:
             manifest.verify_shards(path, manifest.read_manifest(path).files)
@@ -124,7 +124,7 @@ def whole_checkpoint(folder: Path) -> int | None:
 
 
 class Monitor(threading.Thread):
-    """Looks all the time whether, after the first, there is a checkpoint that verifies."""
+    """A thread that checks continuously that a valid checkpoint exists, from the first one on."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -133,7 +133,7 @@ class Monitor(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(0.1):
-            # Twice: the first look may fall between a listing and the removal of what it listed.
+            # Retry once: a listed checkpoint may be removed before it is verified.
             found = whole_checkpoint(self.folder) or whole_checkpoint(self.folder)
             self.seen = self.seen or found is not None
             self.looks += self.seen
@@ -142,9 +142,9 @@ class Monitor(threading.Thread):
     def result(self) -> list[str]:
         self.ended.set()
         self.join()
-        return [f"{self.gaps} of {self.looks} looks found no whole checkpoint"] if self.gaps or not self.looks else []
+        return [f"{self.gaps} of {self.looks} checks found no valid checkpoint"] if self.gaps or not self.looks else []
 
 
 def leftovers(run: Path) -> list[str]:
-    """Temporary files and folders that a run should not leave."""
+    """Return temporary files and folders that a run should have removed."""
     return [str(path) for path in run.rglob("*") if ".tmp" in path.name]

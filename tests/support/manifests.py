@@ -1,6 +1,6 @@
-"""The manifests of cluster/kubernetes as kubectl renders them, and the pods that a cluster's controllers make of them.
+"""Render the manifests of cluster/kubernetes with kubectl, and derive the pods that a cluster would create from them.
 
-No cluster: what Kubernetes and Kubeflow Trainer add is written here from their documentation.
+This needs no cluster. What Kubernetes and Kubeflow Trainer add is reproduced here from their documentation.
 """
 
 import copy
@@ -16,12 +16,14 @@ import yaml
 from gearbox import ROOT
 
 KUBERNETES = ROOT / "cluster" / "kubernetes"
-JOB_NAME = "batch.kubernetes.io/job-name"  # labels that the Job controller gives its pods
+JOB_NAME = "batch.kubernetes.io/job-name"  # labels that the Job controller adds to its pods
 JOB_INDEX = "batch.kubernetes.io/job-completion-index"
-JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"  # and the JobSet controller
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"  # added by the JobSet controller
 Manifest = dict[str, Any]
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders, is missing")
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl is missing, which renders the manifests"
+)
 
 
 @functools.cache
@@ -31,18 +33,18 @@ def _rendered(folder: str) -> str:
 
 
 def render(*folders: str) -> list[Manifest]:
-    """What `kubectl kustomize` makes of folders of cluster/kubernetes, such as jobs/two_nodes."""
+    """Return the output of `kubectl kustomize` for folders of cluster/kubernetes, such as jobs/two_nodes."""
     return [manifest for folder in folders for manifest in yaml.safe_load_all(_rendered(folder))]
 
 
 def of_kind(rendered: list[Manifest], kind: str) -> Manifest:
-    """The one manifest of that kind."""
+    """Return the only manifest of a kind."""
     (found,) = [manifest for manifest in rendered if manifest["kind"] == kind]
     return found
 
 
 def job_of(rendered: list[Manifest]) -> Manifest:
-    """The Job; where there is a TrainJob with its TrainingRuntime, that which the two controllers make of them."""
+    """Return the Job, or the one that the controllers create from a TrainJob and its TrainingRuntime."""
     if any(manifest["kind"] == "Job" for manifest in rendered):
         return of_kind(rendered, "Job")
     train_job, runtime = of_kind(rendered, "TrainJob"), of_kind(rendered, "TrainingRuntime")
@@ -74,7 +76,7 @@ def container_of(job: Manifest) -> Manifest:
 
 
 def pod_metadata(job: Manifest, index: int) -> dict[str, dict[str, str]]:
-    """Labels and annotations of a pod, with those that the Job controller adds."""
+    """Return the labels and annotations of a pod, including those that the Job controller adds."""
     labels = job["spec"]["template"].get("metadata", {}).get("labels", {})
     return {
         "labels": labels | {JOB_NAME: job["metadata"]["name"], JOB_INDEX: str(index)},
@@ -83,9 +85,9 @@ def pod_metadata(job: Manifest, index: int) -> dict[str, dict[str, str]]:
 
 
 def indexed_pod(rendered: list[Manifest], index: int) -> tuple[list[str], dict[str, str], str]:
-    """(argv, environment, hostname) of a pod of the rendered job.
+    """Return (argv, environment, hostname) of a pod of the rendered job.
 
-    argv comes after the image's ENTRYPOINT; the environment is what is set beside the image's; a Secret is not there.
+    argv excludes the image's ENTRYPOINT, and the environment excludes the image's variables. Secrets are absent.
     """
     job = job_of(rendered)
     assert 0 <= index < job["spec"]["completions"] and job["spec"]["completionMode"] == "Indexed"
@@ -106,7 +108,7 @@ def indexed_pod(rendered: list[Manifest], index: int) -> tuple[list[str], dict[s
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:
-    """$(NAME) as the kubelet reads it: by what is set before; $$ is a dollar sign, an unknown name stays as it is."""
+    """Expand $(NAME) like the kubelet: from variables set earlier. $$ is a dollar sign; unknown names stay."""
 
     def value(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else environment.get(found[1], found[0])
@@ -115,7 +117,7 @@ def _expanded(text: str, environment: dict[str, str]) -> str:
 
 
 def after_exit(job: Manifest, code: int, *conditions: str) -> str:
-    """What the Job does after a pod ended with a code, by its podFailurePolicy: the first rule that fits."""
+    """Return the Job's action after a pod's exit code: the first matching rule of its podFailurePolicy."""
     for rule in job["spec"]["podFailurePolicy"]["rules"]:
         codes, wanted = rule.get("onExitCodes"), rule.get("onPodConditions", [])
         if codes is not None and codes["containerName"] == container_of(job)["name"]:
@@ -127,15 +129,15 @@ def after_exit(job: Manifest, code: int, *conditions: str) -> str:
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Of a podSelector: {} selects every pod."""
+    """Return whether a podSelector selects a pod with these labels; {} selects every pod."""
     assert set(selector) <= {"matchLabels"}
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
 def admits(policy: Manifest, direction: str, peer: dict[str, str] | None, protocol: str, port: int) -> bool:
-    """Whether a NetworkPolicy lets the pods it selects be reached by (ingress), or reach (egress), a peer at a port.
+    """Return whether a NetworkPolicy allows traffic from (ingress) or to (egress) a peer at a port.
 
-    A peer is given by its pod's labels in the same namespace; None is any other address.
+    `peer` holds the labels of a pod in the same namespace; None is any other address.
     """
     side = {"ingress": "from", "egress": "to"}[direction]
     for rule in policy["spec"].get(direction, []):

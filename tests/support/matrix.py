@@ -1,7 +1,7 @@
-"""Which method runs under which gear, by running it: `make matrix` writes docs/matrix.md.
+"""Run every method under every gear, and write the results to docs/matrix.md (`make matrix`).
 
-A cell is two runs on warm forked ranks: two steps with a checkpoint, and two more that go on from it. It is held
-against the same method on one device: losses, saved steps, and the exported model read back from its folder.
+A cell is two runs on warm forked ranks: two steps with a checkpoint, and two more steps resumed from it. Losses, saved
+steps and the exported files are compared with the same method on one device.
 """
 
 import json
@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-# python tests/support/matrix.py: what pytest's pythonpath does
+# Without pytest its `pythonpath` setting does not apply.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -42,14 +42,16 @@ COLUMNS = METHODS | {
     ),
 }
 STAGES = ("train", "save", "resume", "export")
-TOLERANCE = 1e-4  # of losses, relative, and of weights
+TOLERANCE = 1e-4  # relative for losses, absolute for weights
 
 
 class Cell(NamedTuple):
+    """The result of a method under a gear."""
+
     passed: tuple[str, ...]
-    """Of STAGES, those that did what one device does."""
+    """The items of STAGES whose results match those of one device."""
     why: str
-    """What the run says of it, where it is refused; else the end of what it printed."""
+    """The message if the run is refused; else the end of its output."""
 
     @property
     def mark(self) -> str:
@@ -57,7 +59,7 @@ class Cell(NamedTuple):
 
 
 class Matrix:
-    """Runs cells below a folder, and one device's of each method once."""
+    """Run cells below a folder, and each method once on one device for reference."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,10 +78,13 @@ class Matrix:
         last = self.run(gear, method, "run.name=cell", "run.resume=latest", steps=4)
         if set(last.codes) != {0}:
             return Cell(tuple(passed), f"resume ended with {last.codes}: {last.output[-1500:]}")
-        has_gone_on = "goes on from" in last.output
-        passed += ["resume"] if has_gone_on and close(last.losses, reference.losses) else []
+        has_resumed = "resuming from" in last.output
+        passed += ["resume"] if has_resumed and close(last.losses, reference.losses) else []
         passed += ["export"] if same_model(last.folder / "model", reference.folder / "model") else []
-        return Cell(tuple(passed), "" if len(passed) == len(STAGES) else f"{last.losses} against {reference.losses}")
+        return Cell(
+            tuple(passed),
+            "" if len(passed) == len(STAGES) else f"losses {last.losses}, on one device {reference.losses}",
+        )
 
     def reference(self, method: str) -> Outcome:
         if method not in self.references:
@@ -103,7 +108,7 @@ class Matrix:
         return run_ranks(gear, ["recipes/tiny.yaml", *arguments], self.folder / "runs" / gear / method)
 
     def refusal(self, output: str) -> str:
-        """The line that refuses, without the names of files."""
+        """Return the message that refuses the run, without folders in file names."""
         lines = [line for line in output.splitlines() if re.match(r"\S+\.(yaml|json): |[a-z]+\.[a-z_]+: ", line)]
         return re.sub(r"\S*/", "", lines[-1]) if lines else output[-500:]
 
@@ -113,14 +118,14 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 
 
 def same_model(ours: Path, theirs: Path) -> bool:
-    """The same files, settings and weights, so that whoever loads the one loads the other."""
+    """Return whether two exported models have the same files, settings and weights."""
     (mine,), (other,) = (list(folder.glob("*.safetensors")) for folder in (ours, theirs))
     if {path.name for path in ours.iterdir()} != {path.name for path in theirs.iterdir()}:
         return False
     settings = [json.loads(next(folder.glob("*config.json")).read_text()) for folder in (ours, theirs)]
     for each in settings:
         for key in ("target_modules", "base_model_name_or_path", "_name_or_path"):
-            each.pop(key, None)  # sets in any order, and each run's own random base
+            each.pop(key, None)  # sets have no order, and each run has its own random base
     a, b = load_file(mine), load_file(other)
     return settings[0] == settings[1] and a.keys() == b.keys() and all(
         torch.allclose(a[name], b[name], rtol=0, atol=TOLERANCE) for name in a
@@ -128,7 +133,7 @@ def same_model(ours: Path, theirs: Path) -> bool:
 
 
 def read_table() -> dict[tuple[str, str], str]:
-    """The committed marks by gear and method."""
+    """Return the committed marks by gear and method."""
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     methods = list(COLUMNS)
     return {
@@ -158,18 +163,34 @@ def write_table(cells: dict[tuple[str, str], Cell]) -> None:
     names = "torch accelerate deepspeed transformers peft bitsandbytes".split()
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     machine = f"{os.cpu_count()} cores, {platform.machine()}, no GPU; Python {platform.python_version()}"
-    text = f"""# Every gear with every method
+    text = f"""# Gears and methods
 
-Written by `make matrix`, which runs each cell, on {datetime.now(UTC):%Y-%m-%d}: {machine}; {versions}.
+This table shows which training methods run under which gear (an Accelerate config file). It is generated by running
+every cell:
 
-A `yes` has trained two steps, saved a checkpoint, gone on from it for two more, and exported its model; losses and
-exported weights are within {TOLERANCE:g} of the same method on one device, in fp32. A refusal is what the command says,
-before anything is trained. `tokens` is LoRA with `model.add_tokens`; `continued` goes on with an adapter.
+```bash
+make matrix
+```
+
+Generated on {datetime.now(UTC):%Y-%m-%d}: {machine};
+{versions}.
+
+A run marked `yes` trained two steps, saved a checkpoint, resumed from it for two more steps, and exported its model.
+Losses and exported weights match the same method on one device within {TOLERANCE:g}, in fp32. A `refused` run stopped
+before training with the message in the footnote. `tokens` is LoRA with `model.add_tokens`; `continued` trains
+an existing adapter further.
 
 | gear | ranks | {" | ".join(COLUMNS)} |
 |---|---|{"---|" * len(COLUMNS)}
 """
     text += "\n".join(lines) + "\n\n" + "\n".join(f"{i}. {why}" for i, why in enumerate(reasons, start=1)) + "\n"
+    text += """
+## Read next
+
+- [Methods](methods.md): full training, LoRA, QLoRA and DoRA
+- [Parallelism](parallelism.md): the gears
+- [Parity](parity.md): losses of all gears compared
+"""
     TABLE.write_text(text)
 
 
@@ -184,7 +205,7 @@ def main() -> None:
                 print(f"{gear:14} {method:10} {cell.mark:10} {cell.why}", flush=True)
     write_table(cells)
     failed = [key for key, cell in cells.items() if cell.mark not in ("yes", "refused")]
-    sys.exit(f"{len(failed)} cells neither work nor are refused: {failed}" if failed else 0)
+    sys.exit(f"{len(failed)} cells failed: {failed}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training methods as overrides of a recipe, and the small models that they are tried on."""
+"""Define the training methods as recipe overrides, and write the small models for testing them."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ METHODS = {
     "dora": ("adapter.method=dora",),
     "qdora": ("adapter.method=dora", "model.quantize=nf4"),
 }
-ADDED_TOKENS = ("model.add_tokens=[ab, sort, cd]",)  # in answers, in questions, in both
+ADDED_TOKENS = ("model.add_tokens=[ab, sort, cd]",)  # one in answers, one in questions, one in both
 
 
 def two_models(folder: Path) -> Path:
-    """Two small models, tied and untied: the second has a head of its own."""
+    """Write two small models: `tied` shares the embedding with the head, `untied` has a separate head."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
     for name, is_tied in (("tied", True), ("untied", False)):
         config = random_init.shrink_config(transformers.AutoConfig.from_pretrained(ROOT / "recipes/tiny"), tokenizer)
@@ -28,7 +28,7 @@ def two_models(folder: Path) -> Path:
 
 
 def short(folder: Path) -> Path:
-    """A recipe of the required keys alone. The default one gives every key; what an adapter says is given nowhere."""
+    """Write a recipe with only the required keys, so that an adapter's settings are not overridden."""
     recipe = folder / "short.yaml"
     if not recipe.exists():
         recipe.write_text("model: {name: tied}\ndata: {path: x}\nbatch: {rows: 8, row_tokens: 8}\noptim: {lr: 1}\n")

@@ -1,4 +1,4 @@
-"""Small models of families that are cut into stages."""
+"""Write small models of the families that pipelines support, and load their stages."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Forked ranks from a warm parent: each runs the real train.py under the environment that `accelerate launch` sets."""
+"""Fork ranks from a warm parent process; each runs train.py in the environment that `accelerate launch` sets."""
 
 from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
 
@@ -35,14 +35,16 @@ from gearbox.errors import UserError
 from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
 from support import kinds
 
-get_checkpoint_conversion_mapping("llama")  # warm: it compiles a thousand patterns, and keeps them
-torch.set_num_threads(1)  # after ops on two threads, forked children hang
-PATIENCE = 15  # seconds for the others after one has failed
-TIMEOUT = 300  # seconds until hanging ranks are killed; far above any run here
+get_checkpoint_conversion_mapping("llama")  # warm: compiles and caches a thousand patterns
+torch.set_num_threads(1)  # forked children hang if the parent has used two threads
+PATIENCE = 15  # seconds for the other ranks to end after one has failed
+TIMEOUT = 300  # seconds until hanging ranks are killed; far longer than any run
 
 
 @dataclass
 class Outcome:
+    """The result of a run: exit codes by rank, printed output and run folder."""
+
     codes: list[int]
     output: str
     folder: Path | None
@@ -64,7 +66,7 @@ class Outcome:
 
 
 def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str, str]:
-    """What accelerate's own launcher would put into the environment of each rank."""
+    """Return the variables that accelerate's launcher sets in the environment of each rank."""
     arguments = ["--config_file", str(gear_path)]
     if num_processes is not None:
         arguments += ["--num_processes", str(num_processes)]
@@ -81,34 +83,34 @@ def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str
 def fork_ranks(
     num_ranks: int, environment: dict[str, str], work, meanwhile=lambda children: None
 ) -> tuple[list[int], str]:
-    """Run work() in num_ranks forked children; returns exit codes and all that they printed.
+    """Run work() in `num_ranks` forked children; return their exit codes and their output.
 
-    `meanwhile` is called here with their process ids.
+    Call `meanwhile` in the parent with their process ids.
     """
     kinds.refuse_in_unit_tests("ranks", "ranks")
-    # The ranks meet in a store of this process, as torch's launcher has one: a port that was free a moment ago may be
-    # somebody else's by now.
+    # Like torch's launcher, this process hosts the store where the ranks meet. A port chosen for rank 0's own store
+    # could be taken by then.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # No child meets the store before all are forked. The store's thread looks up the name of each that connects; a
-    # child that is forked just then inherits the resolver's lock as it is, held, and waits for it without end.
+    # No child connects before all are forked. The store's thread resolves the name of each client. A child forked
+    # during that inherits the resolver's held lock, and waits for it forever.
     all_forked, last_fork = os.pipe()
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children hold it too
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children use it too
     children = []
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
             code = 1
-            gc.freeze()  # else the child's collector goes through all that the parent has, and copies its pages
+            gc.freeze()  # else the child's collector visits all of the parent's objects, and copies their pages
             try:
                 os.close(last_fork)
-                os.read(all_forked, 1)  # returns when the parent has closed its end, too
+                os.read(all_forked, 1)  # returns once the parent has closed its end too
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
-                # Where a rank hangs; one rank after the other, or their lines would mix.
+                # Show where a rank hangs. Ranks print at different times, so that their lines do not mix.
                 faulthandler.dump_traceback_later(TIMEOUT - PATIENCE + rank, file=sys.stderr)
-                # torch replaces its thread pool at the first use after a fork, and not thread-safely: transformers'
-                # loader threads once met "Invalid thread pool!". One use before there are threads does it.
+                # At the first use after a fork torch replaces its thread pool, which is not thread-safe: transformers'
+                # loader threads once failed with "Invalid thread pool!". So use it once before there are threads.
                 torch.set_num_threads(1)
                 os.environ.update(environment)
                 if num_ranks > 1:
@@ -137,7 +139,7 @@ def fork_ranks(
 
 
 def skip_loading_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the fresh process at a run's end, which loads the model back and costs 5 s."""
+    """Skip the fresh process at the end of a run that reloads the model, which takes 5 s."""
     monkeypatch.setattr(finish, "ask_saved", lambda *_: "(not asked)")
 
 
@@ -150,7 +152,7 @@ def _wait(children: list[int]) -> list[int]:
                 done, status = os.waitpid(child, os.WNOHANG)
                 if done:
                     codes[child] = os.waitstatus_to_exitcode(status)
-                    if codes[child]:  # the others would wait for it until the timeout
+                    if codes[child]:  # the others would wait for this rank until the timeout
                         deadline = min(deadline, time.monotonic() + PATIENCE)
         if time.monotonic() > deadline:
             for child in set(children) - set(codes):

@@ -1,4 +1,4 @@
-"""The repository's own files: documents, what git tracks, what imports slowly."""
+"""List the repository's documents, its tracked files and the packages that are slow to import; copy its tree."""
 
 import secrets
 import shutil
@@ -12,14 +12,14 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets",
 
 
 def tracked() -> list[str]:
-    """The files that a clone would have, and those not yet committed."""
+    """Return the tracked files and the untracked files that git does not ignore."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
     return [name for name in names if (ROOT / name).is_file()]
 
 
 def copy_of_the_tree(folder: Path) -> Path:
-    """The files that a clone would have, and those not yet committed."""
+    """Copy the files that `tracked` lists to a folder, and return it."""
     for name in tracked():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
@@ -27,7 +27,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def plant(tree) -> str:
-    """Write files as users have them, with keys and tokens; each holds one word, which is returned and nowhere else."""
+    """Write files that users have, such as keys and tokens. Return the unique word that each contains."""
     secret = f"planted{secrets.token_hex(16)}"
     for name in (
         ".env .env.local .netrc id_rsa id_ed25519 key.pem src/.env src/gearbox/.env.production recipes/id_rsa "

@@ -1,4 +1,4 @@
-"""A real Slurm on two hosts of this machine: its controller here, a slurmd on each host, all state in one folder."""
+"""Start a real Slurm on this machine: a controller, a slurmd on each of two hosts, and all state in one folder."""
 
 import json
 import os
@@ -23,41 +23,43 @@ TOOLS = {
     "slurm-wlm": ["slurmctld", "slurmd", "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue"],
 }
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
-NUM_GPUS = 2  # that each node claims to have; none of them is a file
+NUM_GPUS = 2  # that each node claims to have
 NUM_CPUS = 4
 
 
 def why_not() -> str | None:
-    """Why there can be no Slurm here, None if there can."""
+    """Return why Slurm cannot run here, or None if it can."""
     missing = [package for package, tools in TOOLS.items() if any(shutil.which(tool) is None for tool in tools)]
     return f"Slurm needs apt-get install {' '.join(missing)}" if missing else hosts.why_not()
 
 
 @dataclass(frozen=True)
 class Slurm:
+    """A running Slurm: its folder and its two nodes."""
+
     folder: Path
     nodes: tuple[hosts.Host, hosts.Host]
 
     @property
     def environment(self) -> dict[str, str]:
-        """For all that speaks to it. No variable of a job that this test may itself run in."""
+        """The environment for Slurm commands, without the variables of a job that this test may run in."""
         mine = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH", "PET_"))}
         return mine | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *argv: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-        """One of its commands, on this machine."""
+        """Run a Slurm command on this machine."""
         return subprocess.run(
             argv, cwd=cwd, env=self.environment | variables, text=True, capture_output=True, check=False, timeout=500
         )
 
     def submit(self, *argv: str, cwd: Path, fails: bool = False, **variables: str) -> str:
-        """sbatch; returns the job's id. With --wait a job that fails must be told so."""
+        """Submit with sbatch, and return the job's id. `fails`: sbatch must fail, as with --wait if the job does."""
         given = self.run("sbatch", "--parsable", *argv, cwd=cwd, **variables)
         assert (given.returncode == 0) != fails, given.stderr
         return given.stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol shows of a job: JobState, ExitCode, Restarts, ..."""
+        """Return what scontrol shows for a job: JobState, ExitCode, Restarts, ..."""
         shown = self.run("scontrol", "show", "job", "--oneliner", job).stdout
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
@@ -68,20 +70,20 @@ class Slurm:
             time.sleep(0.2)
 
     def end(self, job: str) -> dict[str, str]:
-        """The job as it is once it has ended for good."""
+        """Wait until a job has ended for good, and return it."""
         self.until(lambda: self.job(job).get("JobState") in ENDED, f"the end of job {job}")
         return self.job(job)
 
 
 def clone(folder: Path) -> Path:
-    """The folder of a user, from which jobs are submitted: what of this repository a job needs."""
+    """Copy the parts of the repository that a job needs to a user's folder, and return it."""
     for part in ("accelerate_configs", "cluster", "ds_configs", "recipes", "src"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     return folder
 
 
 def small(chats: Path, **changes: str) -> list[str]:
-    """The overrides of a run that fits a test: two keys with two underscores for a dot change them."""
+    """Return overrides for a small run. Keyword arguments change them, with two underscores for a dot."""
     given = {
         "run.rehearse": "true", "data.path": str(chats), "batch.rows": "6", "batch.row_tokens": "128",
         "batch.micro_rows": "1", "train.steps": "3", "schedule.warmup": "1", "eval.every": "0",
@@ -96,7 +98,7 @@ def log(clone: Path, job: str) -> str:
 
 
 def losses(run: Path) -> list[float]:
-    """Of every step that metrics.jsonl holds, in its order."""
+    """Return the loss of every step in metrics.jsonl, in its order."""
     return [line["loss"] for line in metrics(run)]
 
 
@@ -108,9 +110,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Slurm]:
-    """node1 and node2 with two GPUs each (of which nothing is there but the number), partitions `low` and `high`.
+    """Yield a Slurm with node1 and node2, two pretended GPUs on each, and partitions `low` and `high`.
 
-    `high` preempts `low`, whose jobs then have 40 s from SIGTERM to their end. Killed jobs have 20.
+    `high` preempts `low`, whose jobs then have 40 s from SIGTERM to their end. Killed jobs have 20 s.
     """
     daemons: list[subprocess.Popen] = []
     with hosts.two_hosts() as nodes:
@@ -118,7 +120,7 @@ def two_nodes(folder: Path) -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # read even where nothing uses it
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # Slurm reads it even if unused
         for number in range(NUM_GPUS):
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={folder}/gpu[0-{NUM_GPUS - 1}]\n")
@@ -166,7 +168,7 @@ PartitionName=high Nodes=node[1-2] MaxTime=INFINITE PriorityTier=2 PreemptMode=O
             with (folder / f"{Path(argv[-1]).name}.log").open("a") as log:
                 daemons.append(subprocess.Popen(
                     argv, env=slurm.environment, stdout=log, stderr=log, start_new_session=True,
-                    preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # also where this test is killed
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL),  # even if this test is killed
                 ))  # fmt: skip
 
         try:

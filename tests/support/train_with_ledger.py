@@ -1,4 +1,4 @@
-"""src/train.py with a ledger, started like it.
+"""Run src/train.py with a ledger; the command line is the same.
 
 accelerate launch ... tests/support/train_with_ledger.py RECIPE key=value ...
 """

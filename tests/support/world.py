@@ -1,4 +1,4 @@
-"""A world without other ranks, for what asks them."""
+"""Provide a world of one process, for code that communicates with other ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class SingleProcess:
-    """The world of one process."""
+    """A world of one process."""
 
     rank = 0
     size = 1
@@ -21,7 +21,7 @@ class SingleProcess:
         return [int(number) for number in numbers]
 
     def decide(self, work: Callable[[], T]) -> T:
-        """Return what the call returns."""
+        """Return the result of `work`."""
         return work()
 
     def barrier(self) -> None:
