@@ -1,6 +1,6 @@
-"""What every test may use. The folders beside this file are those of src/gearbox; support/ holds what they share."""
+"""Define the fixtures that every test may use. The test folders match src/gearbox; support/ contains shared helpers."""
 
-from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
+from support.environment import ROOT  # isort: skip  first, since it sets variables that other imports read
 
 import resource
 from pathlib import Path
@@ -17,7 +17,7 @@ from support.ranks import Outcome, run_ranks, skip_loading_back
 kinds.watch_processes()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items):
     for item in items:
         fixtures = set(item.fixturenames)
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker("root")
         found = [kind for kind in kinds.KINDS if item.get_closest_marker(kind)]
         if len(found) != 1:
-            raise pytest.UsageError(f"{item.nodeid}: is marked as {' and '.join(found)}; a test is of one kind")
+            raise pytest.UsageError(f"{item.nodeid}: is marked as {' and '.join(found)}; a test has exactly one kind")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,15 +46,17 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """That of recipes/tiny: bytes."""
+    """Return the byte tokenizer of recipes/tiny."""
     return AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
 
 
 @pytest.fixture
 def train(tmp_path, chats, monkeypatch):
-    """Run train.py under a gear on warm forked ranks: train("fsdp", "optim.lr=1e-3", ranks=2) -> Outcome.
+    """Return a function that runs train.py under a gear on warm forked ranks.
 
-    The fresh process that loads the model back costs 5 s; it is left to the runs that ask for it with load_back.
+    train("fsdp", "optim.lr=1e-3", ranks=2) -> Outcome
+
+    Reloading the model in a fresh process takes 5 s, so only runs with load_back do it.
     """
 
     def call(
@@ -82,8 +84,11 @@ def train(tmp_path, chats, monkeypatch):
 
 @pytest.fixture
 def books(tmp_path, monkeypatch):
-    """Every rank forked from here on keeps a ledger; returns what reads them, and begins new ones."""
-    monkeypatch.setattr(batches, "make_step_batch", batches.make_step_batch)  # put back afterwards
+    """Make every rank forked from here on keep a step ledger. Return a function that starts new ledgers.
+
+    That function returns another one, which reads the ledgers.
+    """
+    monkeypatch.setattr(batches, "make_step_batch", batches.make_step_batch)  # restored after the test
     monkeypatch.setattr(TrainState, "advance", TrainState.advance)
     ledger.install()
 
@@ -98,7 +103,7 @@ def books(tmp_path, monkeypatch):
 
 @pytest.fixture
 def limit_of_file_size():
-    """RLIMIT_FSIZE stands for a full disk where there is no root."""
+    """Yield a function that sets RLIMIT_FSIZE, which simulates a full disk without root."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, usual)
@@ -106,7 +111,7 @@ def limit_of_file_size():
 
 @pytest.fixture
 def mounted(tmp_path):
-    """mounted(**behaviour) -> context of a bucket; what it holds lies in tmp_path / "held"."""
+    """Return a function that mounts a bucket: mounted(**behaviour) -> context. Its content is in tmp_path / "held"."""
     if reason := bucket.missing():
         pytest.skip(reason)
     return lambda **behaviour: bucket.mounted(

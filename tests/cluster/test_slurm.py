@@ -33,7 +33,7 @@ def test_nodes_that_did_not_connect_are_refused(slurm, clone, chats):
     result = slurm.run("srun", "-N2", "--ntasks-per-node=1", *launch, "src/train.py", *slurms.small(chats), cwd=clone)
     assert result.returncode == 1
     for node in ("node1", "node2"):
-        error = f"gearbox: SLURM_STEP_NUM_NODES=2, but the 1 ranks of this world are all on {node}: each machine would"
+        error = f"gearbox: SLURM_STEP_NUM_NODES=2, but the 1 ranks of this job are all on {node}: each machine would"
         assert error in result.stderr
 
 

@@ -157,7 +157,7 @@ def test_killed_ranks_of_a_node_restart_on_both(slurm, clone, submit, undisturbe
     for rank in ranks_of(slurm.nodes[node]):
         rank.kill()
     assert outcome(slurm, number) == ("COMPLETED", "0", "0"), slurms.log(clone, number)
-    assert slurms.log(clone, number).count("; restart 1 goes on from step ") == 2
+    assert slurms.log(clone, number).count("; restart 1 resumes from step ") == 2
     assert_equal(run, undisturbed)
 
 

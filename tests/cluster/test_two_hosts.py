@@ -256,7 +256,7 @@ def test_a_rank_dies(tmp_path, chats, hosts, on_one_host):
     job.wait_for_step(50)
     os.kill(job.lines("rank-1")[-1]["attempt"], 9)  # its process id
     assert job.codes() == [0, 0], job.logs()
-    assert "restart 1 goes on from step" in job.log(0).read_text()
+    assert "restart 1 resumes from step" in job.log(0).read_text()
     job.check_ledgers(on_one_host("ddp", 2, **LONG), num_ranks=2)
 
 

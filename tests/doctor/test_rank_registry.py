@@ -92,4 +92,4 @@ def test_machines_that_have_not_met_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     gear = load_gear(DDP, {"num_processes": "2"})
     codes, output = fork_ranks(2, launcher_environment(DDP, 2), lambda: doctor.main(["--json"], gear))
-    assert codes == [2, 2] and "each machine would train alone" in output
+    assert codes == [2, 2] and "each machine would train a separate model" in output

@@ -1,4 +1,4 @@
-"""What mistakes bring: one line on the screen, and exit code 2."""
+"""Test that a user error prints one line and exits with code 2."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cold
 
 
 @pytest.mark.parametrize("gear", ["single", "fsdp", "zero3"])
-def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
+def test_a_user_error_is_printed_once_as_the_last_line(tmp_path, gear):
     line = (
         f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py optim.lrr=1 run.dir={tmp_path}/r"
     )
@@ -41,7 +41,7 @@ def test_a_mistake_is_the_last_line_on_the_screen_once(tmp_path, gear):
         ("ask.py /nowhere hello", "/nowhere: holds no model"),
     ],
 )
-def test_python_src_says_it_in_one_line_with_code_2(tmp_path, line, said):
+def test_a_command_reports_a_user_error_in_one_line_with_code_2(tmp_path, line, said):
     outcome = shell(f"python src/{line}" + ("" if "=" not in line else f" run.dir={tmp_path}/r"))
     assert outcome.returncode == 2
     assert len(outcome.stderr.strip().splitlines()) == 1, outcome.stderr
@@ -50,18 +50,18 @@ def test_python_src_says_it_in_one_line_with_code_2(tmp_path, line, said):
     assert not list(tmp_path.glob("r/*"))
 
 
-def test_launch_says_what_only_the_ranks_can_know(tmp_path, chats):
-    """Found after the start of torch, by all ranks: still one line, still code 2."""
+def test_launch_reports_an_error_that_only_the_ranks_can_find(tmp_path, chats):
+    """An error that all ranks find after torch has started still prints one line and exits with code 2."""
     outcome = shell(f"python src/launch.py ddp --num_processes=2 {small(tmp_path, chats)} 'model.add_tokens=[<|end|>]'")
     assert outcome.returncode == 2
     assert last_line(outcome.stderr) == (
         "gearbox: model.add_tokens: '<|end|>' is already a token of recipes/tiny; remove it"
     )
-    assert not (tmp_path / "runs").exists(), "no half-written folder"
+    assert not (tmp_path / "runs").exists(), "a half-written folder is left"
 
 
-def test_out_of_memory_says_what_to_change():
-    """No GPU here to fill: the command raises torch's own error."""
+def test_out_of_memory_suggests_what_to_change():
+    """The command raises torch's error itself, because the tests have no GPU to fill."""
     outcome = shell(
         "cd src && python -c 'import torch; from gearbox.launch import cli\n"
         'def main(_): raise torch.OutOfMemoryError("CUDA out of memory")\n'
@@ -77,10 +77,10 @@ def test_out_of_memory_says_what_to_change():
     [
         (["optim.lrr=1"], "gearbox: recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
         (["recipes/tny.yaml"], "gearbox: recipes/tny.yaml: no such file; did you mean 'tiny.yaml'?"),
-        (["--lr", "1"], "gearbox: --lr 1: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
+        (["--lr", "1"], "gearbox: --lr 1: expected [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
     ],
 )
-def test_a_mistake_ends_the_script_in_one_line_without_torch(tmp_path, arguments, said):
+def test_a_user_error_ends_the_script_without_importing_torch(tmp_path, arguments, said):
     for name in ("torch", "transformers", "accelerate"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit(77)\n")
@@ -91,4 +91,4 @@ def test_a_mistake_ends_the_script_in_one_line_without_torch(tmp_path, arguments
     if not said.endswith("1e-5"):
         return
     right = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert right.returncode == 77, "the fake torch must be the one that a right recipe imports"
+    assert right.returncode == 77, "a valid recipe must import the fake torch"

@@ -1,4 +1,4 @@
-"""Which gear a process was launched with: by the launcher's flags, or without any by its ranks."""
+"""Test which gear a process finds: from the launcher's flags, or from its ranks without flags."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from gearbox.launch.launched_gear import find_gear
         ({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "ddp", 1),  # torchrun's process group has one rank
     ],
 )
-def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, environment, name, ranks):
+def test_without_a_launcher_the_number_of_ranks_chooses_the_gear(monkeypatch, environment, name, ranks):
     for variable in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
@@ -33,6 +33,6 @@ def test_without_a_launcher_the_ranks_choose_the_gear(monkeypatch, environment, 
         ("python -m accelerate.commands.launch --config_file", ("", None)),
     ],
 )
-def test_flags_of_the_launcher_are_read_in_both_spellings_and_not_behind_the_script(command, flags):
+def test_launcher_flags_are_read_in_both_spellings_and_only_before_the_script(command, flags):
     found = launched_gear._launcher_flags(command.split())
     assert (found.get("config_file"), found.get("num_processes")) == flags

@@ -1,10 +1,10 @@
-"""How a run ended is told to its launcher and in its folder."""
+"""Test that a run reports its outcome to its launcher and in its folder."""
 
 from gearbox.launch import outcome
 from gearbox.launch.outcome import read_outcome, write_outcome
 
 
-def test_the_outcome_is_what_status_json_says(tmp_path, monkeypatch):
+def test_the_outcome_file_equals_status_json(tmp_path, monkeypatch):
     monkeypatch.setenv(outcome.OUTCOME_FILE, str(tmp_path / "outcome"))
     (tmp_path / "run").mkdir()
     outcome.write_outcome("saved", "text", tmp_path / "run", step=3)

@@ -1,4 +1,4 @@
-"""src/launch.py, cold: ranks that are killed start again, a run that is stopped goes on, and each end has its code."""
+"""Test src/launch.py in fresh processes: killed ranks restart, stopped runs resume, and each end has its exit code."""
 
 import json
 import signal
@@ -19,7 +19,10 @@ pytestmark = pytest.mark.cold
 
 @pytest.fixture
 def launched(tmp_path, chats):
-    """src/launch.py in the background: launched("ddp --num_processes=2 train.steps=40") -> process, run's folder."""
+    """Yield a function that starts src/launch.py in the background and returns the process and the run folder.
+
+    launched("ddp --num_processes=2 train.steps=40") -> process, folder
+    """
     processes = []
 
     def start(line: str) -> tuple[subprocess.Popen, Path]:
@@ -44,14 +47,14 @@ def launched(tmp_path, chats):
 
 def until(condition, process) -> None:
     while not condition():
-        assert process.poll() is None, "it ended too early"
+        assert process.poll() is None, "the process ended too early"
         time.sleep(0.05)
 
 
 def ranks_of(process) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the child has just ended
             if str(ROOT / "src/train.py") in child.cmdline()[:4]:
                 found.append(child)
     return found
@@ -69,12 +72,12 @@ def test_a_killed_rank_leads_to_a_restart(launched, tmp_path):
     ranks_of(process)[-1].kill()
     assert process.wait() == 0
     log = (tmp_path / "log").read_text()
-    assert "restart 1 goes on from step " in log and f"resuming from {folder}/checkpoints/step-" in log
+    assert "restart 1 resumes from step " in log and f"resuming from {folder}/checkpoints/step-" in log
     assert steps(folder) == list(range(1, 61))
     assert '"seconds_without_a_step"' in (folder / "metrics.jsonl").read_text()
 
 
-def test_stopped_with_85_and_gone_on_with_by_the_same_command(launched, tmp_path):
+def test_a_stopped_run_exits_with_85_and_the_same_command_resumes_it(launched, tmp_path):
     line = "fsdp train.steps=2000 save.every=1000"
     process, folder = launched(line)
     until(lambda: len(steps(folder)) >= 3, process)
@@ -89,19 +92,19 @@ def test_stopped_with_85_and_gone_on_with_by_the_same_command(launched, tmp_path
     assert steps(folder) == list(range(1, status["step"] + 6))
 
 
-def test_a_refusal_of_several_ranks_is_told_with_its_code(train):
-    """Found when the ranks already wait for each other, and torch's launcher ends those that are left."""
+def test_a_refusal_by_several_ranks_keeps_its_exit_code(train):
+    """The error occurs when ranks already wait for each other, and torch's launcher ends the remaining ranks."""
     folder = train("ddp", "run.name=y", "save.every=3", ranks=2).folder
     status = (folder / "status.json").read_text()
     again = f"{folder}/resolved.yaml run.name=y run.resume=latest optim.lr=1e-5"
     refused = shell(f"python src/launch.py ddp --num_processes=2 {again}")
     assert refused.returncode == 2, refused.stderr
     assert "optim.lr changed from 0.002 to 1e-05" in last_line(refused.stderr)
-    assert (folder / "status.json").read_text() == status, "a refusal says nothing of the run that was there"
+    assert (folder / "status.json").read_text() == status, "a refusal must not change the existing run"
 
 
 def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeypatch):
-    """Bad numbers end with 93 at once; a rank that dies again and again after three restarts."""
+    """Non-finite steps end with 93 at once. A rank that keeps dying ends with 93 after three restarts."""
     process, folder = launched("single optim.lr=1e30 optim.max_grad_norm=0 train.steps=20 schedule.warmup=0")
     assert process.wait() == 93
     assert "gearbox: step " in (tmp_path / "log").read_text()
@@ -118,8 +121,8 @@ def test_three_restarts_without_progress_end_with_93(launched, tmp_path, monkeyp
         killed = ranks_of(process)
         for rank in killed:
             rank.kill()
-        psutil.wait_procs(killed)  # else the same rank may be killed twice
+        psutil.wait_procs(killed)  # otherwise the same rank may be killed twice
     assert process.wait() == 93
     log = (tmp_path / "log").read_text()
     assert log.count("; restart ") == 3
-    assert "3 restarts in a row came to no checkpoint after step 0" in log
+    assert "3 restarts in a row saved no checkpoint after step 0" in log

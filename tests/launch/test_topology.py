@@ -1,4 +1,4 @@
-"""A machine's place among those of a job, who sits where, machines that have not met. (tests/cluster trains on two.)"""
+"""Test a machine's place in a job, the rank table, and machines that have not met. tests/cluster trains on two."""
 
 import re
 import socket
@@ -32,7 +32,7 @@ def nothing_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_ranks_hosts_and_devices_in_a_line_a_machine():
+def test_the_rank_table_has_a_line_per_machine():
     seats = [RankDevice(f"node{i // 8 + 1}", f"cuda:{i % 8} NVIDIA H100 80GB HBM3") for i in range(16)]
     assert format_rank_table(seats) == [
         "rank 0-7  node1  cuda:0-7 NVIDIA H100 80GB HBM3",
@@ -46,7 +46,7 @@ def test_ranks_hosts_and_devices_in_a_line_a_machine():
 
 
 @pytest.mark.parametrize("rank_name", ["PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"])
-def test_the_environment_says_what_the_flags_leave_out(monkeypatch, rank_name):
+def test_the_environment_completes_the_flags(monkeypatch, rank_name):
     given = {"PET_NNODES": "2", rank_name: "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29500"}
     for name, value in (given | {"PET_NPROC_PER_NODE": "4"}).items():
         monkeypatch.setenv(name, value)
@@ -55,7 +55,7 @@ def test_the_environment_says_what_the_flags_leave_out(monkeypatch, rank_name):
     assert (rest, place) == ({"num_processes": "6", "log_dir": "x"}, Node(2, 0, "b", 29500))
 
 
-def test_one_machine_needs_no_place(monkeypatch):
+def test_one_machine_needs_no_node(monkeypatch):
     monkeypatch.setenv("SLURM_NODEID", "0")
     assert node_from_flags({}) == ({}, None)
     assert node_from_flags({"main_process_port": "29501"}) == ({"main_process_port": "29501"}, None)
@@ -70,15 +70,15 @@ FIRST = {"num_machines": "2", "machine_rank": "0", "main_process_ip": "a", "main
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"num_machines": "2"}, "--num_machines=2: give --machine_rank=... too, or set PET_NODE_RANK"),
-        ({"num_machines": "2", "machine_rank": "0", "main_process_ip": "a"}, "give --main_process_port=... too"),
-        ({"num_machines": "1:4"}, "found '1:4'; torchrun --nnodes=1:4 is elastic, this is not"),
-        ({"num_machines": "two"}, "num_machines (PET_NNODES): must be a whole number from 1, found 'two'"),
-        (FIRST | {"machine_rank": "2"}, "--machine_rank=2: 2 machines are numbered 0 to 1"),
-        (FIRST | {"main_process_port": "0"}, "(PET_MASTER_PORT): must be a whole number from 1, found '0'"),
+        ({"num_machines": "2"}, "--num_machines=2: also give --machine_rank=..., or set PET_NODE_RANK"),
+        ({"num_machines": "2", "machine_rank": "0", "main_process_ip": "a"}, "also give --main_process_port=..."),
+        ({"num_machines": "1:4"}, "found '1:4'; elastic ranges, as in torchrun --nnodes=1:4, are not supported"),
+        ({"num_machines": "two"}, "num_machines (PET_NNODES): must be an integer >= 1, found 'two'"),
+        (FIRST | {"machine_rank": "2"}, "--machine_rank=2: must be 0 to 1 for 2 machines"),
+        (FIRST | {"main_process_port": "0"}, "(PET_MASTER_PORT): must be an integer >= 1, found '0'"),
     ],
 )  # fmt: skip
-def test_half_a_place_is_refused(flags, said):
+def test_an_incomplete_node_is_refused(flags, said):
     with pytest.raises(UserError, match=re.escape(said)):
         node_from_flags(flags)
 
@@ -88,7 +88,7 @@ def test_half_a_place_is_refused(flags, said):
     ("ranks", "said"),
     [
         ({"flag": "--num_processes=3"}, "gearbox: --num_processes=3: 2 machines cannot share them evenly"),
-        ({"variable": "auto"}, "gearbox: PET_NPROC_PER_NODE: must be a whole number from 1, found 'auto'"),
+        ({"variable": "auto"}, "gearbox: PET_NPROC_PER_NODE: must be an integer >= 1, found 'auto'"),
     ],
 )
 def test_ranks_that_cannot_be_placed_are_refused(monkeypatch, ranks, said):
@@ -104,21 +104,21 @@ def test_ranks_that_cannot_be_placed_are_refused(monkeypatch, ranks, said):
     assert (outcome.returncode, outcome.stderr.strip()) == (2, said)
 
 
-def test_machines_are_numbered_as_they_are_told(monkeypatch):
-    """c10d orders machines by their addresses; 10 comes after 9, and the first one's address leads to it."""
+def test_c10d_numbers_machines_by_machine_rank(monkeypatch):
+    """c10d orders machines by address, so 10 must sort after 9, and the first address must be reachable."""
     ordered = [Node(12, rank, "10.0.0.1", 29500).environment()["PET_LOCAL_ADDR"] for rank in range(12)]
     assert ordered == sorted(ordered) and ordered[0] == "10.0.0.1"
     assert Node(12, 1, "node-a.example", 1).environment()["PET_LOCAL_ADDR"] > "node-a.example"
 
 
-def test_gloo_is_given_the_interface_that_leads_to_the_first_machine(monkeypatch):
+def test_gloo_gets_the_interface_that_leads_to_the_first_machine(monkeypatch):
     assert Node(2, 1, "127.0.0.1", 29500).environment()["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in Node(2, 1, "no such name", 29500).environment()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert "GLOO_SOCKET_IFNAME" not in Node(2, 1, "127.0.0.1", 29500).environment()
 
 
-def test_the_first_machine_is_there_when_it_listens():
+def test_the_first_machine_is_reachable_once_it_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert Node(2, 1, "127.0.0.1", port).is_reachable()
@@ -133,7 +133,8 @@ def test_machines_that_have_not_met_are_refused(monkeypatch, name):
     monkeypatch.setenv(name, "2")
     check_single_world(together)
     with pytest.raises(
-        UserError, match=f"{name}=2, but the 2 ranks of this world are all on node1: each machine would"
+        UserError,
+        match=f"{name}=2, but the 2 ranks of this job are all on node1: each machine would train a separate model",
     ):
         check_single_world(alone)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # two launchers on one host
@@ -143,8 +144,8 @@ def test_machines_that_have_not_met_are_refused(monkeypatch, name):
     check_single_world(alone)
 
 
-def test_a_port_of_kubernetes_is_not_a_port_of_torch(monkeypatch):
-    """A service named master is announced to each pod as MASTER_PORT=tcp://..."""
+def test_a_kubernetes_port_is_not_a_torch_port(monkeypatch):
+    """Kubernetes sets MASTER_PORT=tcp://... in each pod if a service is named master."""
     for given, port in (("29500", 29500), ("tcp://10.0.0.7:80", 0), ("", 0)):
         monkeypatch.setenv("MASTER_PORT", given)
         assert LaunchEnvironment.read().store_port == port

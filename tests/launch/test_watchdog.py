@@ -1,4 +1,4 @@
-"""Signals in every phase of a run, and ranks that hang: all ranks end together, and say why."""
+"""Test signals in every phase of a run, and ranks that hang: all ranks end together and report the reason."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def stopping(number: int, rank: int):
     ],
 )
 def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
-    """To one rank alone: all save and end together, and the same command goes on from there."""
+    """A signal to only one rank makes all ranks save and exit, and the same command resumes."""
     reference = books("reference")
     given = (*STEPS, "eval.every=2", "eval.fraction=0.2", "save.every=3")
     whole = train("ddp", *given, "run.name=whole", ranks=2)
@@ -68,10 +68,10 @@ def test_a_signal_in_every_phase(train, books, monkeypatch, phase, number):
     assert last.losses == whole.losses
     assert ledger.problems(kept(), expected, 2, 8, NUM_ROWS) == []
     looks = [[(line["step"], line["eval_loss"]) for line in run.lines("eval_loss")] for run in (last, whole)]
-    assert looks[0] == looks[1], "an evaluation that was cut short is made whole"
+    assert looks[0] == looks[1], "an interrupted evaluation was not completed"
 
 
-def test_before_there_is_anything_to_save_it_ends_at_once(train, monkeypatch):
+def test_a_signal_before_the_first_step_ends_at_once(train, monkeypatch):
     def term(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
@@ -80,10 +80,10 @@ def test_before_there_is_anything_to_save_it_ends_at_once(train, monkeypatch):
     started = time.monotonic()
     outcome = train("single", *STEPS)
     assert outcome.codes == [85] and time.monotonic() - started < 25
-    assert "gearbox: SIGTERM: there is nothing to save" in outcome.output
+    assert "gearbox: SIGTERM: nothing to save" in outcome.output
 
 
-def test_after_the_last_step_what_is_saved_stays(train, monkeypatch):
+def test_a_signal_after_the_last_step_keeps_the_saved_state(train, monkeypatch):
     def term(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
@@ -100,7 +100,7 @@ def test_after_the_last_step_what_is_saved_stays(train, monkeypatch):
 
 
 def test_sigint_twice_ends_at_once(train, monkeypatch):
-    """Also where the main thread would not come back: from a thread of our own."""
+    """The watchdog's thread ends the rank even while the main thread is blocked."""
 
     def twice(*_):
         for _ in range(2):
@@ -124,11 +124,11 @@ def stacks(outcome) -> dict[int, str]:
 
 
 def test_a_rank_that_is_stopped(train, monkeypatch):
-    """SIGSTOP: it is named, and its own stack is there too."""
+    """A rank stopped by SIGSTOP is named, and its stack is saved too."""
     patch_step(monkeypatch, at_step(4, stop, rank=1))
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert outcome.codes == [1, 1], outcome.output
-    assert "gearbox: no step for 3 s: rank 1 is stopped; every stack lies in" in outcome.output
+    assert "gearbox: no step for 3 s: rank 1 is stopped; stacks saved to" in outcome.output
     found = stacks(outcome)
     assert set(found) == {0, 1}
     assert all("thread MainThread" in text and "in fit" in text for text in found.values())
@@ -150,16 +150,16 @@ def test_a_rank_that_is_late(train, monkeypatch):
     assert "in sleeping" in stacks(outcome)[1]
 
 
-def test_a_collective_that_one_rank_calls_alone(train, monkeypatch):
+def test_a_collective_that_only_one_rank_calls(train, monkeypatch):
     from gearbox.distributed import process_group
 
     patch_step(monkeypatch, at_step(4, lambda _: process_group.ProcessGroup().sum([1] * 7), rank=1))
     outcome = train("ddp", *STEPS, HANG, ranks=2)
     assert set(outcome.codes) == {1}, outcome.output
-    assert "Traceback" in outcome.output or "every stack lies in" in outcome.output
+    assert "Traceback" in outcome.output or "stacks saved to" in outcome.output
 
 
-def test_without_the_watch_a_hang_would_last(train, monkeypatch):
+def test_without_the_watchdog_a_hang_would_last(train, monkeypatch):
     monkeypatch.setattr(watchdog.Watchdog, "_hang", lambda self: None)
     patch_step(monkeypatch, at_step(4, stop, rank=1))
     ended = []

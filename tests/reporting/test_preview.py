@@ -91,7 +91,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path):
 def test_user_errors_are_one_line(call):
     for arguments, said in [
         (["--rows", "many"], "usage: python src/preview.py"),
-        (["--jsn"], "the arguments are [RECIPE]"),
+        (["--jsn"], "expected [RECIPE]"),
         (["data.supervise=us"], "data.supervise: input should be 'assistant', 'last' or 'all', found 'us'"),
     ]:
         done = call([chat("q", "a")], *arguments)

@@ -1,1 +1,1 @@
-"""How a process starts, is watched and ends. No torch."""
+"""Start, watch and end processes, without importing torch."""

@@ -1,7 +1,7 @@
-"""How a command starts and ends: user errors in one line with exit code 2, our own errors with a traceback.
+"""Start and end a command: user errors print one line and exit with code 2, and bugs print a traceback.
 
-A run's outcome is written to status.json in its folder, and to the file that src/launch.py names. src/launch.py turns
-it into an exit code: `accelerate launch` itself can only return 1.
+A run writes its outcome to status.json in its folder, and to the file that src/launch.py names. From that file
+src/launch.py derives the exit code, because `accelerate launch` can only return 1.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from gearbox.redact import guard_streams
 
 RANK_0_SPEAKS_SECONDS = 20
 OUT_OF_MEMORY = (
-    "out of GPU memory: lower batch.micro_rows (the result stays), set model.gradient_checkpointing=true, train an "
-    "adapter, or take the gear fsdp or zero3"
+    "out of GPU memory: lower batch.micro_rows (same result), set model.gradient_checkpointing=true, train an "
+    "adapter, or use the fsdp or zero3 gear"
 )
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
-    """Split [RECIPE] [key.sub=value ...] into the recipe's path and the overrides."""
+    """Split [RECIPE] [key.sub=value ...] into the recipe path and the overrides."""
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     if len(paths) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise UserError(f"{' '.join(arguments)}: the arguments are [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
+        raise UserError(f"{' '.join(arguments)}: expected [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
     default = DEFAULT_RECIPE if DEFAULT_RECIPE.exists() else ROOT / DEFAULT_RECIPE
     return Path(paths[0]) if paths else default, overrides
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command with flags. A mistake in them is one line, as any UserError."""
+    """A parser of command-line flags that reports mistakes as a one-line UserError."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
+        """Raise UserError with the usage line."""
         raise UserError(f"usage: {self.usage}: {message}")
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Call main with the command line and exit. Only rank 0 prints a user error."""
+    """Call `main` with the command-line arguments and exit. Only rank 0 prints a user error."""
     guard_streams()
     try:
         code = main(sys.argv[1:])
         if LaunchEnvironment.read().is_rank:
-            # A rank ends without destroying its process group. Gloo's destructor can hold Python's lock while it
-            # waits for a thread that waits for that lock: a rare hang, seen with torch 2.13.
+            # A rank exits without destroying its process group. Gloo's destructor can deadlock: it holds the GIL and
+            # waits for a thread that needs the GIL. This hang is rare; it occurred with torch 2.13.
             _exit(code or 0)
         sys.exit(code)
     except UserError as error:
@@ -72,7 +72,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        if type(error).__name__ == "OutOfMemoryError":  # torch's error class, without importing torch
             _refuse(f"gearbox: {OUT_OF_MEMORY}")
         if (launched := LaunchEnvironment.read()).is_rank:
             print(f"gearbox: rank {launched.rank} failed:", file=sys.stderr, flush=True)
@@ -83,18 +83,18 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
 def _refuse(text: str) -> NoReturn:
     launched, outcome_path = LaunchEnvironment.read(), outcome_file()
     if (launched.rank if outcome_path is None else launched.local_rank) > 0:
-        # Rank 0 prints the same, and then the launcher ends this rank. If it does not, only this rank has the problem.
-        # Where src/launch.py waits for an outcome, one on each machine, the first rank of each machine writes it.
+        # Rank 0 prints the same error, and then the launcher ends this rank. If it does not, only this rank failed.
+        # For src/launch.py, which waits on each machine, the first rank of each machine writes the outcome.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     launcher = launcher_process()
     if outcome_path is not None:
-        if read_outcome(outcome_path).get("outcome") != "failed":  # else a run that had begun has written this already
+        if read_outcome(outcome_path).get("outcome") != "failed":  # otherwise the run has already written this
             write_outcome("refused", text)
-    elif launcher is not None and launcher.pid != 1:  # a container ends with its process 1: nothing can print after it
+    elif launcher is not None and launcher.pid != 1:  # nothing can print after process 1 of a container ends
         print_after(launcher, text)
     else:
         print(text, file=sys.stderr)
-    _exit(EXIT_USER_ERROR)  # without teardown: the other ranks may be waiting inside a collective
+    _exit(EXIT_USER_ERROR)  # without teardown, since other ranks may wait in a collective
 
 
 def _exit(code: int) -> NoReturn:
@@ -104,7 +104,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def print_after(launcher: psutil.Process, text: str) -> None:
-    """Print once the launcher has ended: `accelerate launch` prints a traceback when a rank fails."""
+    """Print after the launcher has ended, because `accelerate launch` prints a traceback when a rank fails."""
     if os.fork() == 0:
         os.setsid()
         psutil.wait_procs([launcher], timeout=60)

@@ -1,11 +1,11 @@
-"""The environment variables that torch's launcher sets for a rank. No other module reads these names."""
+"""Read the environment variables that torch's launcher sets for a rank. No other module reads them."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-# How the names begin that torch's, accelerate's and our own launcher set.
+# Prefixes of the variables that the launchers of torch, Accelerate and Gearbox set.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
     *("OMP_", "ACCELERATE", "FSDP_", "GEARBOX_"),
@@ -14,32 +14,32 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process among the ranks of its launcher. A process without a launcher has the defaults."""
+    """The place of this process among its launcher's ranks. Without a launcher, the defaults apply."""
 
     rank: int = 0
     size: int = 1
-    """Ranks of the whole run."""
+    """Number of ranks in the run."""
     local_rank: int = 0
     local_size: int = 1
-    """Ranks of this machine."""
+    """Number of ranks on this machine."""
     num_launchers: int = 1
-    """Launchers that have met, one for each machine; two of them can share a host."""
+    """Number of launchers that have met, one per machine. Two launchers can share a host."""
     restart_count: int = 0
-    """How often torch's launcher has restarted the ranks."""
+    """Number of times that torch's launcher has restarted the ranks."""
     is_rank: bool = False
-    """Whether a launcher started this process, even as the only rank."""
+    """True if a launcher started this process, even as the only rank."""
     is_elastic: bool = False
-    """Whether that launcher is torch's agent, which accelerate's and torchrun's are."""
+    """True if that launcher is torch's elastic agent, as Accelerate's and torchrun's are."""
     store_host: str = "127.0.0.1"
-    """The host of the store where the ranks meet."""
+    """Host of the store where the ranks meet."""
     store_port: int = 0
-    """0 where none is given, or no number: Kubernetes gives a service named `master` this name too."""
+    """Port of that store; 0 if it is not a number. Kubernetes sets the same variable for a service named `master`."""
     agent_has_store: bool = False
-    """Whether the first machine's launcher already keeps that store."""
+    """True if the first machine's launcher already serves that store."""
 
     @classmethod
     def read(cls) -> LaunchEnvironment:
-        """Read the environment of this process as it is now."""
+        """Return the current environment of this process."""
 
         def number(name: str, default: int) -> int:
             return int(os.environ.get(name, default))
@@ -61,5 +61,5 @@ class LaunchEnvironment:
 
 
 def without_launcher() -> dict[str, str]:
-    """Return this process's environment without what a launcher gives its ranks, for a process that is not one."""
+    """Return this process's environment without a launcher's variables, for a child that is not a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}

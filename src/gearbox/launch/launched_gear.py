@@ -1,4 +1,4 @@
-"""The gear this process was launched with."""
+"""Find the gear that this process was launched with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHER_FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NEST
 
 
 def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
-    """Read recipe, overrides and the launcher's gear. Raises UserError for whatever the files can show."""
+    """Read the recipe, the overrides and the launcher's gear. Raise UserError for every mistake in these files."""
     recipe_path, overrides = split_arguments(arguments)
     hints: list[str] = []
     recipe = load_recipe(recipe_path, overrides, hints.append)
@@ -25,10 +25,10 @@ def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
 
 
 def find_gear() -> Gear:
-    """Return this process's gear: the config file on the launcher's command line, or accelerate's default file.
+    """Return this process's gear: the config file on the launcher's command line, or Accelerate's default file.
 
-    Without accelerate's launcher the gear is single. Under torchrun it is ddp, even with one rank: an elastic job may
-    have more ranks tomorrow.
+    Without Accelerate's launcher, the gear is single. Under torchrun it is ddp, even with one rank, because an elastic
+    job may have more ranks later.
     """
     command = launcher_command()
     flags = _launcher_flags(command) if command else {}
@@ -44,13 +44,13 @@ def find_gear() -> Gear:
 
 
 def _launcher_flags(command: list[str]) -> dict[str, str]:
-    """Return the launcher's flags that override a gear's values."""
+    """Return the launcher flags that override a gear's values."""
     flags = {}
     for part, after in zip(command, [*command[1:], ""], strict=True):
         if part.endswith(".py") and "launch" not in part:
-            break  # what follows is ours
+            break  # the remaining arguments belong to the script
         name, equals, value = part.removeprefix("--").partition("=")
-        name = name.replace("-", "_")  # accelerate takes both spellings
+        name = name.replace("-", "_")  # Accelerate accepts both spellings
         if part.startswith("--") and name in LAUNCHER_FLAGS:
             flags[name] = value if equals else after
     return flags

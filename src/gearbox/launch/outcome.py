@@ -1,4 +1,4 @@
-"""How a run ended: status.json for people, an outcome file for src/launch.py, exit codes."""
+"""Record how a run ended: status.json for people, an outcome file for src/launch.py, exit codes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gearbox.redact import redacted
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
-EXIT_SAVED = 85  # the same command resumes
-EXIT_INTERRUPTED = 130  # by SIGINT, at once
+EXIT_SAVED = 85  # run the same command to resume
+EXIT_INTERRUPTED = 130  # ended at once by SIGINT
 EXIT_FAILED = 93  # the same command would fail again
 EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "failed": EXIT_FAILED}
 OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"
@@ -25,30 +25,30 @@ RUN_FOLDER = "GEARBOX_RUN"
 
 
 def outcome_file() -> Path | None:
-    """Return where src/launch.py waits for this process's outcome, None without it."""
+    """Return the file in which src/launch.py expects this process's outcome, or None without src/launch.py."""
     path = os.environ.get(OUTCOME_FILE)
     return None if path is None else Path(path)
 
 
 def requested_run_folder() -> str | None:
-    """Return the run's folder in which src/launch.py wants a restart to resume, None at a first start."""
+    """Return the run folder that a restart by src/launch.py must resume, or None at the first start."""
     return os.environ.get(RUN_FOLDER)
 
 
 def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: object) -> None:
-    """Write an outcome (running, done, saved, failed, refused) where people and src/launch.py look for it."""
+    """Write an outcome (running, done, saved, failed, refused) to status.json and to src/launch.py's file."""
     status = {"outcome": outcome, "text": text, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
     status_file = folder / "status.json" if folder is not None and folder.is_dir() else None
-    # src/launch.py's first: whoever sees a step in status.json may rely on a restart.
+    # Write src/launch.py's file first: once status.json shows a step, a reader may rely on a restart.
     for path in filter(None, (outcome_file(), status_file)):
         try:
             filesystem.atomic_write(path, json.dumps(redacted(status)) + "\n")
-        except OSError as error:  # a full disk is no reason to stop
+        except OSError as error:  # a full disk must not stop training
             print(f"gearbox: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def read_outcome(path: Path) -> dict[str, Any]:
-    """Return the JSON object that `write_outcome` wrote, {} where there is none."""
+    """Return the JSON object that `write_outcome` wrote, or {} if it cannot be read."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -58,18 +58,19 @@ def read_outcome(path: Path) -> dict[str, Any]:
 def exit_code(outcome: str) -> int:
     """Return this process's exit code for an outcome.
 
-    A launcher takes every code but 0 for a crash, so under one it is 0: the outcome file has the outcome.
+    Launchers treat every code except 0 as a crash. Under a launcher the code is therefore 0, and the outcome file
+    carries the outcome.
     """
     return 0 if LaunchEnvironment.read().is_rank or launcher_process() is not None else EXIT_CODES[outcome]
 
 
 def exit_without_saving(why: str) -> NoReturn:
-    """Exit at once where there is nothing to save, from any thread. The exit code is a failure's: all ranks end.
+    """Exit at once from any thread, if there is nothing to save. The exit code is a failure's, so all ranks end.
 
-    It writes no outcome: torch's launcher sends SIGTERM as well when another rank has failed.
+    Write no outcome, because torch's launcher also sends SIGTERM when another rank has failed.
     """
     launched = LaunchEnvironment.read()
     has_launcher = launched.is_rank or launcher_process() is not None
     if launched.rank == 0:
-        print(f"gearbox: {why}: there is nothing to save", file=sys.stderr, flush=True)
+        print(f"gearbox: {why}: nothing to save", file=sys.stderr, flush=True)
     os._exit(EXIT_INTERRUPTED if why == "SIGINT" else EXIT_CRASHED if has_launcher else EXIT_SAVED)

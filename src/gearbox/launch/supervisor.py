@@ -1,7 +1,7 @@
-"""Run a script under `accelerate launch` until its run has ended, and launch it again where a rank has died.
+"""Run a script under `accelerate launch` until its run ends, and launch it again if a rank or the launcher dies.
 
-Each attempt has its own launcher and rendezvous: so a restart works the same under every gear, and a launcher that dies
-is no exception. An attempt that saves a newer checkpoint is progress; only a few in a row may be without.
+Each attempt has its own launcher and rendezvous, so restarts work the same way under every gear. An attempt makes
+progress if it saves a newer checkpoint. Only MAX_RESTARTS attempts in a row may make none.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from gearbox.launch.topology import Node
 TRAIN = ROOT / "src" / "train.py"
 DOCTOR = ROOT / "src" / "doctor.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-MAX_RESTARTS = 3  # without a newer checkpoint between them
-SHUTDOWN_SECONDS = 600  # for ranks that are asked to end: they save first
-JOIN_SECONDS = 300  # for machines to meet, beyond the time in which one may still wait for a rank that is gone
-MAX_ALONE = 5  # attempts in which this machine met no other
-LAUNCHER_SECONDS = 30  # for a launcher without ranks, which may wait for one on a machine that is gone
+MAX_RESTARTS = 3  # in a row, without a newer checkpoint
+SHUTDOWN_SECONDS = 600  # for ranks to save and exit
+JOIN_SECONDS = 300  # for machines to meet, after the time that one may wait for a dead rank
+MAX_ALONE = 5  # attempts in a row in which this machine met no other
+LAUNCHER_SECONDS = 30  # for a launcher without ranks, which may wait for a machine that is gone
 LOOK_SECONDS = 1.0
 
 
@@ -53,10 +53,10 @@ def supervise(
     node: Node | None = None,
     join_seconds: float = float("inf"),
 ) -> int:
-    """Run the script under `accelerate launch` until it is done, saved or failed; return the exit code.
+    """Run the script under `accelerate launch` until it is done, saved or failed, and return the exit code.
 
-    Everything is printed to the screen, or to `output`. Where there are several machines, each supervises its own
-    launchers, and has `join_seconds` to meet the others at the start and after each attempt.
+    Print to the screen, or to `output`. On several machines, each machine supervises its launchers. It has
+    `join_seconds` to meet the others at the start and after each attempt.
     """
     return Supervisor(flags, arguments, script, output, node, join_seconds).run()
 
@@ -73,23 +73,23 @@ class Supervisor:
         node: Node | None,
         join_seconds: float,
     ) -> None:
-        """Start nothing yet. The parameters are those of `supervise`."""
+        """Store the parameters, which are those of `supervise`. Start nothing."""
         node_flags = [] if node is None else node.flags(join_seconds)
         self.command = [*flags, *node_flags, str(script), *arguments]
         self.script, self.output, self.node = script, output, node
         self.join_seconds, self.deadline = join_seconds, time.monotonic() + join_seconds
-        """When this machine gives up meeting the others."""
+        """Time at which this machine stops waiting for the others."""
         self.num_alone = 0
-        """Attempts in a row in which it met none of them."""
+        """Number of attempts in a row in which this machine met no other."""
         self.run_folder: str | None = None
-        """Known once the run has taken a step; from then on attempts resume."""
+        """The run folder, known once the run has taken a step. Later attempts resume in it."""
         self.saved_step = self.num_restarts = 0
-        """The newest checkpoint's step, and the restarts since."""
+        """Step of the newest checkpoint, and the number of restarts since."""
         self.signals: list[int] = []
         """The signals that asked the run to stop."""
 
     def run(self) -> int:
-        """Launch until the run has ended; return the exit code."""
+        """Launch until the run has ended, and return the exit code."""
         with tempfile.TemporaryDirectory() as folder:
             outcome_file = Path(folder) / "outcome"
             while True:
@@ -103,14 +103,14 @@ class Supervisor:
                     return exit_code
 
     def _attempt(self, outcome_file: Path) -> tuple[int, bool]:
-        """Launch once; return the launcher's exit code, and whether there were any ranks.
+        """Launch once. Return the launcher's exit code, and whether it started ranks.
 
-        A launcher has none until it has met those of the other machines.
+        A launcher starts no ranks until it has met the launchers of the other machines.
         """
         environment = os.environ | {
             OUTCOME_FILE: str(outcome_file),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # else it kills ranks that save for over 30 s
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # else ranks that save for over 30 s are killed
         }
         if self.run_folder is not None:
             environment[RUN_FOLDER] = self.run_folder
@@ -124,11 +124,11 @@ class Supervisor:
                 environment |= self.node.environment()
             launcher.start(self.command, environment, self.output)
             code = launcher.wait(self._may_wait)
-        return code, bool(launcher.ranks) or code == 0  # ranks may end between two looks
+        return code, bool(launcher.ranks) or code == 0  # ranks may end between two checks
 
     @contextmanager
     def _forward_signals(self, launcher: Launcher) -> Iterator[None]:
-        """Note each signal that asks for a stop, and send it to the ranks."""
+        """Record each stop signal, and forward it to the ranks."""
 
         def forward(number: int, _: FrameType | None) -> None:
             self.signals.append(number)
@@ -142,16 +142,16 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _may_wait(self) -> bool:
-        """Return whether machines that have not come may still come."""
+        """Return whether missing machines may still join."""
         return self.node is None or (time.monotonic() < self.deadline and self._code_of_other_machine() is None)
 
     def _code_of_other_machine(self) -> int | None:
-        """Return the exit code of a run that another machine's launcher has ended, None while it continues."""
+        """Return the exit code if another machine's launcher has ended the run, or None while the run continues."""
         status = {} if self.run_folder is None else read_outcome(Path(self.run_folder) / "status.json")
         return EXIT_CODES.get(status.get("outcome", ""))
 
     def _after_meeting_none(self, node: Node) -> int | None:
-        """Return the exit code, None for another attempt: another machine may still be in the one before this."""
+        """Return the exit code, or None to try again, because another machine may still be in its last attempt."""
         self.num_alone += 1
         if (code := self._code_of_other_machine()) is not None:
             return code
@@ -163,7 +163,7 @@ class Supervisor:
         return EXIT_CRASHED if self.run_folder is None else EXIT_SAVED
 
     def _after_attempt(self, code: int, status: dict[str, Any]) -> int | None:
-        """Return the exit code by the launcher's and by what the ranks have written, None for another attempt."""
+        """Return the exit code from the launcher's code and the ranks' outcome, or None to try again."""
         self.deadline, self.num_alone = time.monotonic() + self.join_seconds, 0
         outcome, saved_step = status.get("outcome", ""), int(status.get("saved_step", self.saved_step))
         if status.get("step"):
@@ -171,26 +171,26 @@ class Supervisor:
         if outcome in ("refused", "failed"):
             print(status["text"], file=self.output or sys.stderr)
         if outcome == "saved" and code == -signal.SIGKILL and not self.signals:
-            outcome = "running"  # nobody asked for this end: the launcher was killed, and its ranks have saved
+            outcome = "running"  # no stop was requested: the launcher was killed, and its ranks saved
         if outcome in EXIT_CODES or self.signals:
             if self.signals.count(signal.SIGINT) > 1:
                 return EXIT_INTERRUPTED
-            return EXIT_CODES.get(outcome, EXIT_SAVED)  # asked to stop with nothing to save, or too little time for it
+            return EXIT_CODES.get(outcome, EXIT_SAVED)  # stopped with nothing to save, or without time to save
         if self.run_folder is None:
-            return code  # it has not come to its first step, and would not come there next time
+            return code  # it failed before its first step, and would fail again
         return self._restart(code, saved_step)
 
     def _restart(self, code: int, saved_step: int) -> int | None:
-        """Count a restart and print it; return an exit code where there were too many without progress."""
+        """Count and print a restart. Return an exit code after too many restarts without progress."""
         self.num_restarts = 1 if saved_step > self.saved_step else self.num_restarts + 1
         self.saved_step = max(self.saved_step, saved_step)
         if self.num_restarts > MAX_RESTARTS:
             self._print(
-                f"{MAX_RESTARTS} restarts in a row came to no checkpoint after step {self.saved_step}; the reason "
-                f"stands above; {self.run_folder} keeps what there is"
+                f"{MAX_RESTARTS} restarts in a row saved no checkpoint after step {self.saved_step}; see the errors "
+                f"above; {self.run_folder} keeps the results so far"
             )
             return EXIT_FAILED
-        self._print(f"the run ended with code {code}; restart {self.num_restarts} goes on from step {self.saved_step}")
+        self._print(f"run exited with code {code}; restart {self.num_restarts} resumes from step {self.saved_step}")
         return None
 
     def _print(self, line: str) -> None:
@@ -198,17 +198,17 @@ class Supervisor:
 
 
 class Launcher:
-    """One `accelerate launch` on this machine, and the ranks that it starts."""
+    """An `accelerate launch` process on this machine, and the ranks that it starts."""
 
     def __init__(self, script: Path) -> None:
-        """Start nothing yet. Ranks are the launcher's children that run the script."""
+        """Store the script, and start nothing. Ranks are the launcher's children that run the script."""
         self.script = script
         self.process: subprocess.Popen[bytes] | None = None
         self.ranks: list[psutil.Process] = []
-        """Those seen last; empty until there are any."""
+        """The ranks that were last seen; empty until some have started."""
 
     def start(self, command: list[str], environment: dict[str, str], output: IO[str] | None) -> None:
-        """Start it in its own session: a terminal's Ctrl-C comes to this process only, which forwards it once."""
+        """Start the launcher in its own session, so that Ctrl-C reaches only this process, which forwards it once."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "accelerate.commands.launch", *command],
             env=environment,
@@ -219,7 +219,7 @@ class Launcher:
         )
 
     def forward(self, number: int) -> None:
-        """Send a signal to the ranks. End the launcher where it has none yet."""
+        """Send a signal to the ranks, or end a launcher that has no ranks yet."""
         self._find_ranks()
         for rank in self.ranks:
             with suppress(psutil.NoSuchProcess):
@@ -228,9 +228,9 @@ class Launcher:
             self.process.terminate()
 
     def wait(self, may_wait: Callable[[], bool]) -> int:
-        """Wait until neither launcher nor ranks are left; return the exit code.
+        """Wait until the launcher and its ranks have ended, and return the exit code.
 
-        A launcher without ranks waits for other machines: end it once `may_wait` is False.
+        A launcher without ranks waits for other machines. End it once `may_wait` returns False.
         """
         assert self.process is not None
         last_seen = math.inf

@@ -1,4 +1,4 @@
-"""This machine among those of a job: where its launcher meets the others, and which rank runs on which device."""
+"""Locate this machine in a job: where its launcher meets the others, and which rank runs on which device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import psutil
 from gearbox.errors import UserError
 from gearbox.launch.environment import LaunchEnvironment
 
-# accelerate's flags, and the environment variables that replace them: torchrun's, which Kubeflow Trainer and our Slurm
-# script set, then those in which Slurm and an indexed job of Kubernetes number machines.
+# Accelerate's flags, and the environment variables that replace them. torchrun's variables come first; Kubeflow Trainer
+# and our Slurm script set them. Then come the machine numbers of Slurm and of an indexed Kubernetes job.
 NODE_FLAGS = {
     "num_machines": ("PET_NNODES",),
     "machine_rank": ("PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"),
@@ -23,23 +23,22 @@ NODE_FLAGS = {
 }
 RANKS_PER_NODE = "PET_NPROC_PER_NODE"
 
-# The environment variables with the job's number of machines: Slurm's step's, and torchrun's, which Kubeflow Trainer
-# sets too.
+# Variables with the job's number of machines: of a Slurm step, and torchrun's, which Kubeflow Trainer also sets.
 NUM_NODES_VARIABLES = ("SLURM_STEP_NUM_NODES", "PET_NNODES")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of several machines, each with its own launcher."""
+    """A machine of a job on several machines, each with its own launcher."""
 
     num_machines: int
     rank: int
     address: str
-    """The first machine's name or IP address, by which all machines reach it."""
+    """Name or IP address of the first machine, reachable from all machines."""
     port: int
 
     def flags(self, join_seconds: float) -> list[str]:
-        """Return the flags of accelerate's launcher. The first machine keeps the rendezvous."""
+        """Return the flags for Accelerate's launcher. The first machine hosts the rendezvous."""
         conf = f"is_host={str(self.rank == 0).lower()},join_timeout={int(join_seconds)}"
         return [
             f"--num_machines={self.num_machines}", f"--machine_rank={self.rank}", "--rdzv_backend=c10d",
@@ -47,10 +46,10 @@ class Node:
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torch would guess from this machine's hostname, which may be its loopback.
+        """Return the variables that torch would otherwise derive from the hostname, which may be a loopback address.
 
-        c10d numbers machines by the order of their addresses, but connects only to the first one's: so the others'
-        need only be in order.
+        c10d numbers machines in the order of their addresses, but connects only to the first address. The other
+        addresses only need the right order.
         """
         variables = {"PET_LOCAL_ADDR": self.address if self.rank == 0 else f"~{self.rank:06d}"}
         if (interface := self._interface()) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -58,7 +57,7 @@ class Node:
         return variables
 
     def is_reachable(self) -> bool:
-        """Return whether the first machine listens."""
+        """Return whether the first machine is listening."""
         if self.rank == 0:
             return True
         with suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
@@ -66,7 +65,7 @@ class Node:
         return False
 
     def _interface(self) -> str | None:
-        """Return the network interface through which this machine reaches the first one."""
+        """Return the network interface that leads from this machine to the first one."""
         try:
             found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)
             family, kind, protocol, _, first_machine = found[0]
@@ -82,9 +81,9 @@ class Node:
 
 
 def node_from_flags(flags: dict[str, str]) -> tuple[dict[str, str], Node | None]:
-    """Return the launcher's flags with the number of ranks, and this machine as a node if it is one of several.
+    """Return the launcher's flags with the number of ranks, and the node if the job has several machines.
 
-    The environment completes the flags. Raise UserError where both are not enough.
+    The environment completes the flags. Raise UserError if something is still missing.
     """
     given = {flag: next((os.environ[n] for n in names if n in os.environ), None) for flag, names in NODE_FLAGS.items()}
     given |= {flag: flags[flag] for flag in NODE_FLAGS if flag in flags}
@@ -98,12 +97,12 @@ def node_from_flags(flags: dict[str, str]) -> tuple[dict[str, str], Node | None]
     for flag in NODE_FLAGS:
         if given[flag] is None:
             raise UserError(
-                f"--num_machines={num_machines}: give --{flag}=... too, or set {NODE_FLAGS[flag][0]}; "
+                f"--num_machines={num_machines}: also give --{flag}=..., or set {NODE_FLAGS[flag][0]}; "
                 "see docs/cluster.md"
             )
     rank = _number(given["machine_rank"], "machine_rank")
     if rank >= num_machines:
-        raise UserError(f"--machine_rank={rank}: {num_machines} machines are numbered 0 to {num_machines - 1}")
+        raise UserError(f"--machine_rank={rank}: must be 0 to {num_machines - 1} for {num_machines} machines")
     port = _number(given["main_process_port"], "main_process_port", least=1)
     return rest, Node(num_machines, rank, str(given["main_process_ip"]), port)
 
@@ -112,18 +111,18 @@ def _number(value: str | None, flag: str, least: int = 0, names: tuple[str, ...]
     if value is None or not value.isdigit() or int(value) < least:
         variables = NODE_FLAGS[flag] if names is None else names
         variable = "".join(f" ({name})" for name in variables[:1])
-        elastic = "; torchrun --nnodes=1:4 is elastic, this is not" if value and ":" in value else ""
-        raise UserError(f"{flag}{variable}: must be a whole number from {least}, found {value!r}{elastic}")
+        elastic = "; elastic ranges, as in torchrun --nnodes=1:4, are not supported" if value and ":" in value else ""
+        raise UserError(f"{flag}{variable}: must be an integer >= {least}, found {value!r}{elastic}")
     return int(value)
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """Where a rank runs."""
+    """The host and device of a rank."""
 
     host: str
     device: str
-    """`cuda:1 NVIDIA H100 80GB HBM3`, for example, or `cpu`."""
+    """Device and its name, such as `cuda:1 NVIDIA H100 80GB HBM3`, or `cpu`."""
 
 
 def format_rank_table(rank_devices: list[RankDevice]) -> list[str]:
@@ -148,21 +147,21 @@ def _span(names: list[str]) -> str:
 
 
 def check_single_world(rank_devices: list[RankDevice]) -> None:
-    """Raise UserError where the machines of a job have not met, and each would train alone."""
+    """Raise UserError if the machines of a job have not met, because each would train a separate model."""
     hosts = {rank_device.host for rank_device in rank_devices}
     num_met = max(len(hosts), LaunchEnvironment.read().num_launchers)
     for name in NUM_NODES_VARIABLES:
-        expected = os.environ.get(name, "1").partition(":")[0]  # 1:4 is a range, of 1 at least
+        expected = os.environ.get(name, "1").partition(":")[0]  # 1:4 is a range with a minimum of 1
         if expected.isdigit() and int(expected) > num_met:
             raise UserError(
-                f"{name}={expected}, but the {len(rank_devices)} ranks of this world are all on "
-                f"{', '.join(sorted(hosts))}: each machine would train alone; start all with "
-                f"--num_machines={expected}, --machine_rank, --main_process_ip and --main_process_port, as "
-                "cluster/slurm/train.sbatch does"
+                f"{name}={expected}, but the {len(rank_devices)} ranks of this job are all on "
+                f"{', '.join(sorted(hosts))}: each machine would train a separate model. Start each with "
+                f"--num_machines={expected}, --machine_rank, --main_process_ip and --main_process_port, as in "
+                "cluster/slurm/train.sbatch"
             )
 
 
 def num_idle_nodes(rank_devices: list[RankDevice]) -> int:
-    """Return the number of machines of this Slurm job without a rank."""
+    """Return the number of machines in this Slurm job that have no rank."""
     num_hosts = len({rank_device.host for rank_device in rank_devices})
     return max(0, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) - num_hosts)

@@ -1,7 +1,7 @@
-"""A thread that watches over a rank: signals, the launcher, the other ranks, and time without progress.
+"""Watch a rank in a thread: signals, the launcher, the other ranks, and time without progress.
 
-A signal sets a flag, on which all ranks agree at the next boundary of a step. Acting inside a handler would leave ranks
-that disagree waiting for each other. The thread runs while the main one waits inside a collective.
+A signal sets a flag, and all ranks agree on it at the next step boundary. A handler that acted at once could leave
+ranks waiting for each other. The thread keeps running while the main thread waits in a collective.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redact
 
 LOOK_SECONDS = 0.5
-GRACE_SECONDS = 30.0  # beyond the limit, until a collective gives up by itself
-ANSWER_SECONDS = 5.0  # for the other ranks' stacks, once this one's is written
+GRACE_SECONDS = 30.0  # after the limit, until a collective times out by itself
+ANSWER_SECONDS = 5.0  # for the other ranks' stacks, after this rank has written its own
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-HANG_SIGNAL = signal.SIGUSR2  # from a rank that has waited too long: write your stack too, and end
+HANG_SIGNAL = signal.SIGUSR2  # from a rank that has waited too long: write your stack and exit
 
 
 class HangFacts(TypedDict):
-    """The first line of a rank's file of stacks, as JSON."""
+    """The first line of a rank's stack file, as JSON."""
 
     rank: int
     pid: int
@@ -46,21 +46,21 @@ class HangFacts(TypedDict):
     doing: str
     seconds_ago: float
     stopped: list[int]
-    """The other ranks of this machine that were stopped (SIGSTOP)."""
+    """Other ranks on this machine that are stopped (SIGSTOP)."""
 
 
 class Watchdog:
-    """The thread and what it knows. Each rank makes one as it starts, in the main thread.
+    """A thread that watches a rank, and its state. Each rank creates one at start-up, in the main thread.
 
-    Before `watch_peers` and after `disarm` there is nothing to save: a signal ends the rank at once.
+    Before `watch_peers` and after `disarm`, there is nothing to save, so a signal ends the rank at once.
     """
 
     def __init__(self) -> None:
-        """Take over the signals, and start the thread."""
+        """Install the signal handlers and start the thread."""
         self.stop_signal: str | None = None
-        """The signal (or the launcher's end) that asked this rank to save and end."""
+        """The signal (or the launcher's end) that asked this rank to save and exit."""
         self.loop_handles_stop = False
-        """Whether a stop is left to the training loop, which saves."""
+        """True if the training loop handles a stop, by saving."""
         self._rank = LaunchEnvironment.read().rank
         self._beats, self._doing, self._last_beat = 0, "start", time.monotonic()
         self._siblings: dict[int, psutil.Process] = {}
@@ -70,40 +70,40 @@ class Watchdog:
         self._looking = threading.Lock()
         self._parent = os.getppid() if _has_launcher() else None
         if self._parent is not None:
-            # Each rank has its own session, so killing the launcher's group would leave it.
+            # Each rank has its own session, so killing the launcher's process group would not end it.
             processes.die_with_parent(signal.SIGTERM)
         self._wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, HANG_SIGNAL):
-            signal.signal(number, lambda *_: None)  # the thread is woken, and decides
+            signal.signal(number, lambda *_: None)  # only wakes the thread, which decides
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to save and end."""
+        """True if this rank was asked to save and exit."""
         return self.stop_signal is not None
 
     def heartbeat(self, doing: str) -> None:
-        """Note progress, and what this rank does now. All ranks beat equally often, so the fewest beats are late."""
+        """Record progress and the current activity. Ranks beat equally often, so a late rank has the fewest beats."""
         self._beats += 1
         self._doing, self._last_beat = doing, time.monotonic()
 
     def watch_peers(self, pids: dict[int, int]) -> None:
-        """Leave a stop to the loop from now on, and end with any other rank of this machine (rank to pid) that dies."""
+        """Leave stops to the loop from now on, and exit if another rank on this machine (rank to pid) dies."""
         self._local_ranks = sorted(pids)
         self._siblings = {rank: psutil.Process(pid) for rank, pid in pids.items() if rank != self._rank}
         self.loop_handles_stop = True
 
     def arm(self, folder: Path, seconds: float) -> None:
-        """End the run from now on after that long without a heartbeat, with each rank's stack in the folder."""
+        """End the run after `seconds` without a heartbeat, from now on, with every rank's stack in `folder`."""
         folder.mkdir(exist_ok=True)
         self._stacks = (folder / f"rank-{self._rank}.{os.getpid()}.txt").open("w", encoding="utf-8")
         self._last_beat, self._timeout = time.monotonic(), seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Disarm at the end. An error that follows from another rank's death is not reported as this rank's."""
+        """Disarm at the end. If another rank has died, report its death, not the error that follows here."""
         try:
             yield
         except UserError:
@@ -117,7 +117,7 @@ class Watchdog:
             self.disarm()
 
     def disarm(self, ignores_signals: bool = False) -> None:
-        """Watch no peer and no time any more: the loop is over. With `ignores_signals` a stop does nothing either."""
+        """Stop watching peers and time after the loop. With `ignores_signals`, ignore stop signals too."""
         with self._looking:
             self._siblings, self._timeout, self.loop_handles_stop = {}, float("inf"), ignores_signals
             faulthandler.cancel_dump_traceback_later()
@@ -125,11 +125,11 @@ class Watchdog:
         if stacks is not None:
             stacks.close()
             Path(stacks.name).unlink(missing_ok=True)
-            with suppress(OSError):  # another rank's file is still there, or that rank has removed the folder
+            with suppress(OSError):  # another rank's file is still there, or another rank removed the folder
                 Path(stacks.name).parent.rmdir()
 
     def lost_ranks(self) -> list[int]:
-        """Return the watched ranks of this machine that have died."""
+        """Return the watched ranks on this machine that have died."""
         return [rank for rank, process in self._siblings.items() if not processes.is_alive(process)]
 
     def _run(self) -> None:
@@ -149,7 +149,7 @@ class Watchdog:
                     self._end_without(lost)
                 if self._timeout < float("inf"):
                     assert self._stacks is not None
-                    # If a C function keeps Python's lock, no thread of Python runs: then C code writes the stacks.
+                    # If a C function holds the GIL, no Python thread can run. Then C code writes the stacks.
                     faulthandler.dump_traceback_later(self._timeout + ANSWER_SECONDS, exit=True, file=self._stacks)
                     if time.monotonic() - self._last_beat > self._timeout:
                         self._hang()
@@ -160,21 +160,25 @@ class Watchdog:
         if not self.loop_handles_stop:
             outcome.exit_without_saving(name)
         if self.stop_signal is None and self._rank == 0:
-            print(f"gearbox: {name}: saving after this step; SIGINT again ends at once", file=sys.stderr, flush=True)
+            print(
+                f"gearbox: {name}: saving after this step; send SIGINT again to exit at once",
+                file=sys.stderr,
+                flush=True,
+            )
         self.stop_signal = name
 
     def _end_without(self, lost: list[int]) -> NoReturn:
-        """Exit because ranks have died. The first rank that is alive says so."""
+        """Exit because other ranks have died. The first living rank reports it."""
         alive = [rank for rank in self._local_ranks if rank not in lost]
         if self._rank == min(alive):
-            line = f"gearbox: rank {', '.join(map(str, lost))} has died ({self._doing}); the other ranks end"
+            line = f"gearbox: rank {', '.join(map(str, lost))} died ({self._doing}); the other ranks exit"
             print(line, file=sys.stderr, flush=True)
         os._exit(outcome.EXIT_CRASHED)
 
     def _hang(self) -> NoReturn:
-        """Write this rank's stacks, wait for the other ranks', print who is late, and exit.
+        """Write this rank's stacks, wait for the other ranks' stacks, print the late rank, and exit.
 
-        One rank prints: the first that answered and was not stopped.
+        Only the first rank that answered and was not stopped prints.
         """
         assert self._stacks is not None
         folder = Path(self._stacks.name).parent
@@ -195,17 +199,17 @@ class Watchdog:
         for process in self._siblings.values():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(HANG_SIGNAL)
-                process.send_signal(signal.SIGCONT)  # one that is stopped could not write
+                process.send_signal(signal.SIGCONT)  # a stopped rank could not write
         answers = self._await_answers(folder, facts)
         all_stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
         if self._rank == min(rank for rank in answers if rank not in all_stopped):
             line = f"gearbox: no step for {self._timeout:g} s: {_who_is_late(self._local_ranks, answers)}"
-            print(f"{line}; every stack lies in {folder}", file=sys.stderr, flush=True)
-        time.sleep(LOOK_SECONDS)  # a rank that was woken writes before the launcher ends it
+            print(f"{line}; stacks saved to {folder}", file=sys.stderr, flush=True)
+        time.sleep(LOOK_SECONDS)  # lets a woken rank write before the launcher ends it
         os._exit(outcome.EXIT_CRASHED)
 
     def _await_answers(self, folder: Path, own: HangFacts) -> dict[int, HangFacts]:
-        """Return what each rank of this machine has written, by rank; those that do not write in time are missing."""
+        """Return the facts that each rank on this machine wrote in time, by rank."""
         answers = {self._rank: own}
         deadline = time.monotonic() + ANSWER_SECONDS
         while len(answers) < len(self._local_ranks) and time.monotonic() < deadline:
@@ -226,7 +230,7 @@ def _who_is_late(ranks: list[int], answers: dict[int, HangFacts]) -> str:
     fewest = min(facts["beats"] for facts in answers.values())
     late = [rank for rank, facts in answers.items() if facts["beats"] == fewest]
     if len(late) == len(answers):
-        return f"all ranks wait in {answers[late[0]]['doing']}; did they call different collectives?"
+        return f"all ranks are waiting in {answers[late[0]]['doing']}; did they call different collectives?"
     others = next(facts for rank, facts in answers.items() if rank not in late)
     return (
         f"rank {', '.join(map(str, late))} is late: in {answers[late[0]]['doing']}, while the others are in "
@@ -235,7 +239,7 @@ def _who_is_late(ranks: list[int], answers: dict[int, HangFacts]) -> str:
 
 
 def _format_stacks() -> str:
-    """Return the stacks of all threads but this one, the main thread first. They name lines of code, no values."""
+    """Return the stacks of all other threads, the main thread first. They contain lines of code but no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     main = threading.main_thread().ident
@@ -246,7 +250,7 @@ def _format_stacks() -> str:
 
 
 def _has_launcher() -> bool:
-    """Return whether the parent is accelerate's launcher or torchrun. The end of a shell is no reason to stop."""
+    """Return whether the parent is Accelerate's launcher or torchrun. Other parents, such as a shell, may end first."""
     if LaunchEnvironment.read().is_elastic:
         return True
     launcher = processes.launcher_process()
