@@ -9,7 +9,7 @@ from gearbox.launch import cli
 
 
 def main(arguments: list[str]) -> None:
-    """Load the model of a folder and print its greedy answer."""
+    """Load the model in a folder and print its greedy answer."""
     limits = [a.partition("=")[2] for a in arguments if a.startswith("max_new_tokens=")]
     trust = "trust_remote_code=true" in arguments
     words = [a for a in arguments if not a.startswith(("max_new_tokens=", "trust_remote_code="))]
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
         raise UserError('usage: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]')
     folder = Path(words[0])
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder}: holds no model; a run leaves one in runs/<name>/model")
+        raise UserError(f"{folder}: contains no model; a run saves its model to runs/<name>/model")
 
     from gearbox.model.loading import load_for_answers
 

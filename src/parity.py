@@ -1,9 +1,9 @@
-"""Prove that gears train one model: run a recipe under each of them, and compare every step with the first one's.
+"""Verify that gears train the same model: run a recipe under each gear, and compare every step with the first gear.
 
 python src/parity.py [RECIPE] [--gears single,ddp:2,fsdp] [--steps N] [--weights-every K] [key.sub=value ...]
 
-ddp:2 is a gear on two ranks; a gear alone takes the ranks of its file. The first gear is the reference.
-Exit codes: 0 all are equal; 1 they diverge, or one does not run; 2 a user error.
+ddp:2 is a gear on two ranks; ddp uses the number of ranks in its file. The first gear is the reference.
+Exit codes: 0 all gears are equal; 1 a gear diverges or does not run; 2 a user error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gearbox.launch import cli, outcome, supervisor
 
 USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-LARGE = ("checkpoints", "model", "base")  # of a run's folder: deleted when it has been compared
+LARGE = ("checkpoints", "model", "base")  # subfolders of a run, deleted after the comparison
 
 
 def main(arguments: list[str]) -> int:
-    """Train under each gear, print and write the comparison, and return the exit code."""
+    """Train under each gear, then print and write the comparison. Return the exit code."""
     options = read_arguments(arguments)
     recipe_path, overrides = cli.split_arguments(options.ours)
     gears = load_gears(options.gears.split(","))
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     compared: list[run_comparison.Compared] = []
     try:
         for gear in gears:
-            screen.print(f"{label(gear)}: {options.steps} steps, their output in {folder / label(gear)}.log")
+            screen.print(f"{label(gear)}: {options.steps} steps, output in {folder / label(gear)}.log")
             one = run_comparison.Compared(label(gear), folder / label(gear))
             one.problem = run(gear, folder, [str(recipe_path), *overrides])
             if compared:
@@ -62,9 +62,9 @@ def main(arguments: list[str]) -> int:
                 delete_large(one.folder)
             compared.append(one)
             if compared[0].problem:
-                break  # there is no reference to compare the others with
+                break  # without the reference there is nothing to compare with
     except KeyboardInterrupt:
-        screen.print(f"stopped; what there is of it lies in {folder}")
+        screen.print(f"stopped; the results so far are in {folder}")
         return 130
     finally:
         for gear in gears:
@@ -75,23 +75,25 @@ def main(arguments: list[str]) -> int:
         if text := one.explanation(tolerances):
             screen.print(f"{one.name}: {escape(text)}")
     run_comparison.write(folder / "parity.html", f"{recipe_path}, {options.steps} steps", compared, tolerances)
-    screen.print(f"the curves: {folder / 'parity.html'}")
+    screen.print(f"curves: {folder / 'parity.html'}")
     return 0 if all(one.verdict(tolerances) in ("reference", "equal") for one in compared) else 1
 
 
 def read_arguments(arguments: list[str]) -> Namespace:
-    """Return the options; `ours` has the recipe and its overrides."""
-    parser = cli.Parser(usage=USAGE, description="Do gears train the same model?", allow_abbrev=False)
+    """Return the options. `ours` contains the recipe and its overrides."""
+    parser = cli.Parser(usage=USAGE, description="Verify that gears train the same model.", allow_abbrev=False)
     parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
-    parser.add_argument("--gears", default=default_gears(), help="the first is the reference (default: %(default)s)")
+    parser.add_argument(
+        "--gears", default=default_gears(), help="gears to compare; the first is the reference (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
-    weights_every = "compare the weights after every K-th step; each takes a checkpoint of the disk's room (default: 1)"
+    weights_every = "compare the weights after every K-th step; each needs disk space for a checkpoint (default: 1)"
     parser.add_argument("--weights-every", type=int, default=1, metavar="K", help=weights_every)
     return parser.parse_intermixed_args(arguments)
 
 
 def default_gears() -> str:
-    """Return each engine on two ranks, or on one where the machine has one GPU."""
+    """Return each engine on two ranks, or on one rank if the machine has one GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
     num_gpus = len([gpu for gpu in gpus if gpu not in ("", "-1")])
@@ -99,7 +101,7 @@ def default_gears() -> str:
 
 
 def load_gears(names: list[str]) -> list[Gear]:
-    """Return the gears, each with its number of ranks. Raises UserError with every problem."""
+    """Return the gears, each with its number of ranks. Raise UserError with every problem."""
     gears, problems = [], []
     for name in names:
         stem, colon, ranks = name.partition(":")
@@ -108,7 +110,7 @@ def load_gears(names: list[str]) -> list[Gear]:
         except UserError as error:
             problems.append(f"--gears: {error}")
     labels = [label(gear) for gear in gears]
-    problems += [f"--gears: {name} is there twice" for name in sorted({*labels}) if labels.count(name) > 1]
+    problems += [f"--gears: duplicate {name}" for name in sorted({*labels}) if labels.count(name) > 1]
     if len(names) < 2:
         problems.append(f"--gears: {names[0]}: give two or more, such as single,fsdp")
     if problems:
@@ -117,12 +119,12 @@ def load_gears(names: list[str]) -> list[Gear]:
 
 
 def label(gear: Gear) -> str:
-    """Return gear and ranks, such as ddp-2: the name of its run."""
+    """Return the name of a gear's run, with its number of ranks, such as ddp-2."""
     return f"{gear.name}-{gear.num_processes}"
 
 
 def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, weights_every: int) -> list[str]:
-    """Return the overrides that make a recipe comparable: its first steps, with their checkpoints and nothing else."""
+    """Return the overrides that make a recipe comparable: its first steps, with checkpoints but no evaluation."""
     if num_steps < 1 or weights_every < 1:
         raise UserError(f"--steps {num_steps} --weights-every {weights_every}: both must be 1 or more")
     warmup = recipe.schedule.num_warmup_steps(recipe.train.steps or num_steps)
@@ -141,17 +143,17 @@ def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, w
     }
     for key in [override.partition("=")[0] for override in overrides]:
         if key in values or key == OLD_WARMUP or key.startswith(("eval.", "save.")):
-            raise UserError(f"{key}: the comparison sets it itself; leave it out (--steps N sets the length)")
+            raise UserError(f"{key}: the comparison sets this key; remove it (--steps N sets the length)")
     return [f"{key}={value}" for key, value in values.items()]
 
 
 def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
-    """Raise UserError for what always differs between gears."""
+    """Raise UserError for settings that make gears differ by design."""
     problems = []
     if recipe.adapter.dropout:
-        problems.append("adapter.dropout: each rank draws its own numbers; compare with adapter.dropout=0")
+        problems.append("adapter.dropout: each rank draws different random numbers; compare with adapter.dropout=0")
     if "8bit" in recipe.optim.name:
-        problems.append(f"optim.name: {recipe.optim.name} rounds by blocks of a rank's shard; compare with adamw")
+        problems.append(f"optim.name: {recipe.optim.name} rounds in blocks of a rank's shard; compare with adamw")
     if recipe.optim.master_weights == "bf16":
         problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
     if problems:
@@ -159,7 +161,7 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """Make the folder name, or name-2, name-3, ...: never one that exists."""
+    """Create a new folder: `name`, or name-2, name-3, ... if it exists."""
     for number in count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -173,7 +175,7 @@ def make_folder(parent: Path, name: str) -> Path:
 
 
 def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
-    """Train under a gear in folder/<label>; return the problem, if any. Raises KeyboardInterrupt if asked to stop."""
+    """Train under a gear in folder/<label>. Return the problem, if any. Raise KeyboardInterrupt on a stop signal."""
     flags = [f"--config_file={gear.path}", f"--num_processes={gear.num_processes}"]
     path = folder / f"{label(gear)}.log"
     with path.open("a", encoding="utf-8", buffering=1) as log:
@@ -183,11 +185,11 @@ def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
     if code == 0:
         return ""
     messages = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
-    return messages[-1].removeprefix("gearbox: ") if messages else f"ended with code {code}, see {path}"
+    return messages[-1].removeprefix("gearbox: ") if messages else f"exited with code {code}; see {path}"
 
 
 def delete_large(run: Path) -> None:
-    """Delete the large folders of a run."""
+    """Delete the large subfolders of a run."""
     for name in LARGE:
         shutil.rmtree(run / name, ignore_errors=True)
 

@@ -1,6 +1,6 @@
-"""See what a recipe trains on: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]
+"""Show what a recipe trains on: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]
 
---json: one line a document in file order, before packing, with input_ids and supervised (0 or 1).
+--json prints one line per document in file order, before packing, with input_ids and supervised (0 or 1).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Print the first documents of a recipe and its counts, or every document as JSON."""
-    parser = cli.Parser(usage=USAGE, description="See what a recipe trains on.")
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="documents to show (default: 5)")
-    parser.add_argument("--json", action="store_true", help="all documents, one JSON object a line, in file order")
+    """Print a recipe's first documents and its counts, or every document as JSON."""
+    parser = cli.Parser(usage=USAGE, description="Show what a recipe trains on.")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="number of documents to show (default: 5)")
+    parser.add_argument(
+        "--json", action="store_true", help="print all documents in file order, one JSON object per line"
+    )
     options, ours = parser.parse_known_args(arguments)
     recipe_path, overrides = cli.split_arguments(ours)
     hints: list[str] = []
@@ -43,7 +45,7 @@ def main(arguments: list[str]) -> None:
             for line in preview.lines(documents, rows):
                 print(json.dumps(line))
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as head, has seen enough
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     preview.show(screen, preview.first_documents(rows.training, tokenizer, options.rows))

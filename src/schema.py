@@ -17,7 +17,7 @@ REFERENCE = ROOT / "docs" / "recipe.md"
 INTRODUCTION = """\
 # Recipe reference
 
-A recipe says what to train. Any key can also be set on the command line, as `group.key=value`:
+A recipe defines what to train. Any key can also be set on the command line, as `group.key=value`:
 
 ```bash
 python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1

@@ -1,8 +1,9 @@
-"""Train a language model: a recipe says what, the gear that Accelerate was launched with says how.
+"""Train a language model. The recipe decides what to train; the launched gear (an Accelerate config file) decides how.
 
 accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
 
-The loop is `fit` in src/gearbox/training/loop.py. session.py there builds what it needs; finish.py ends the run.
+The loop is `fit` in src/gearbox/training/loop.py. In that folder, session.py builds what the loop needs, and finish.py
+ends the run.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from gearbox.launch.watchdog import Watchdog
 
 
 def main(arguments: list[str], gear: Gear | None = None) -> int:
-    """Train as the arguments say. Return the exit code."""
+    """Train the recipe named by the arguments. Return the exit code."""
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
-    job = read_job(arguments, gear)  # refused here, in half a second, if the files show a mistake
+    job = read_job(arguments, gear)  # reports mistakes in the files within half a second
 
-    # torch, imported in this one place
+    # These imports load torch, so they come after the checks.
     from gearbox.training import evaluation, finish, loop, run_folder, session
     from gearbox.training.outputs import open_outputs
 
-    job, data = session.prepare_data(job)  # before ranks meet: tokenizing may take longer than a collective may
+    job, data = session.prepare_data(job)  # before ranks meet: tokenizing may exceed the collective timeout
     world = session.join(job, data)
     with run_folder.open_run(job, world, world.screen.print) as run, watchdog.running():
         engine = session.build_engine(job, data, world, run)
-        run.restore(engine)  # the newest good checkpoint, if there is one
-        facts = session.check_engine(engine, data)  # what was asked for is what runs, or nothing does
+        run.restore(engine)  # from the newest complete checkpoint, if there is one
+        facts = session.check_engine(engine, data)  # stops if the running setup differs from the requested one
         rows = session.choose_rows(engine, data)
-        engine.fix_ddp_bucket_order(rows.training.batch([None]))  # else a resumed run differs in the last bit
+        engine.fix_ddp_bucket_order(rows.training.batch([None]))  # otherwise a resumed run differs in the last bit
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
         questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)

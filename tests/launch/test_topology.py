@@ -87,7 +87,7 @@ def test_an_incomplete_node_is_refused(flags, said):
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ({"flag": "--num_processes=3"}, "gearbox: --num_processes=3: 2 machines cannot share them evenly"),
+        ({"flag": "--num_processes=3"}, "gearbox: --num_processes=3: must be divisible by the 2 machines"),
         ({"variable": "auto"}, "gearbox: PET_NPROC_PER_NODE: must be an integer >= 1, found 'auto'"),
     ],
 )
