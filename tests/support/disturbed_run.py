@@ -1,4 +1,4 @@
-"""A run of src/launch.py that a test disturbs: its processes, its steps, and its ledger compared with another's."""
+"""Start a run of src/launch.py that a test disturbs, and compare its step ledger with an undisturbed run."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 class Run:
-    """One `src/launch.py`, with a ledger beside it."""
+    """A run of `src/launch.py` whose ranks write step ledgers."""
 
     def __init__(self, name: str, gear: str = "ddp", ranks: int = 2, **changes: str) -> None:
         self.name, self.gear, self.ranks = name, gear, ranks
@@ -41,12 +41,13 @@ class Run:
         self.process: subprocess.Popen | None = None
 
     def start(self, wrap: list[str] = ()) -> "Run":
-        code = (
-            "import sys; from pathlib import Path; sys.path.insert(0, 'src')\n"
-            "from gearbox.launch import cli, supervisor\n"
-            "script = Path('tests/support/train_with_ledger.py').resolve()\n"
-            "cli.run(lambda a: supervisor.supervise(a[:2], a[2:], script))"
-        )
+        lines = [
+            "import sys; from pathlib import Path; sys.path.insert(0, 'src')",
+            "from gearbox.launch import cli, supervisor",
+            "script = Path('tests/support/train_with_ledger.py').resolve()",
+            "cli.run(lambda a: supervisor.supervise(a[:2], a[2:], script))",
+        ]
+        code = "\n".join(lines)
         flags = [f"--config_file=accelerate_configs/{self.gear}.yaml", f"--num_processes={self.ranks}"]
         self.log = (WORK / "logs" / f"{self.name}.log").open("a")
         self.process = subprocess.Popen(
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Of rank 0, the last one begun."""
+        """The last step in the ledger of rank 0."""
         try:
             lines = (self.books / "rank-0.jsonl").read_text().splitlines()
             return json.loads(lines[-1])["step"] if lines else 0
@@ -84,7 +85,7 @@ class Run:
         return False
 
     def processes(self) -> list[psutil.Process]:
-        """Whatever carries this run's name on its command line."""
+        """Return all processes with this run's name on their command line."""
         return [process for process, _ in self._running()]
 
     def _running(self) -> list[tuple[psutil.Process, list[str]]]:
@@ -99,7 +100,7 @@ class Run:
         return found
 
     def of_kind(self, kind: str) -> list[psutil.Process]:
-        """launcher (accelerate's, with torch's agent in it), ranks, or outer (src/launch.py)."""
+        """Return the processes of a kind: launcher (accelerate and torch's agent), ranks, or outer (src/launch.py)."""
         if kind == "outer":
             return [psutil.Process(self.process.pid)]
         below = [(p, line) for p, line in self._running() if p.pid != self.process.pid]
@@ -122,7 +123,7 @@ class Run:
 
 
 def reference(gear: str = "ddp", ranks: int = 2, **changes: str) -> Run:
-    """The run that nobody disturbs, once for each kind."""
+    """Return the undisturbed run with these settings. It is run once and kept."""
     what = "-".join(f"{key.split('__')[-1]}{value}" for key, value in sorted(changes.items()))
     run = Run(f"reference-{gear}-{ranks}-{what}", gear, ranks, **changes)
     if outcome.read_outcome(run.folder / "status.json").get("outcome") != "done":
@@ -131,7 +132,7 @@ def reference(gear: str = "ddp", ranks: int = 2, **changes: str) -> Run:
 
 
 def balanced(run: Run, code: int = 0, **same: str) -> list[str]:
-    """What went wrong: a wrong exit code, or books that do not balance."""
+    """Return the problems of a run: a wrong exit code, or ledgers that differ from the undisturbed run."""
     ended = run.wait()
     found = [] if ended == code else [f"exit code {ended} instead of {code}"]
     return found + run.problems(reference(run.gear, run.ranks, **same))
