@@ -13,7 +13,7 @@ DDP = load_gear(ROOT / "accelerate_configs/ddp.yaml")  # 4 ranks
 
 def test_ranks_that_do_not_match_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="needs 4 ranks, but 2 are running; pass --num_processes 2"):
+    with pytest.raises(UserError, match="needs 4 ranks, found 2; pass --num_processes 2"):
         process_group.check_ranks(DDP)
 
 

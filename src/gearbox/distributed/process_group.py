@@ -63,9 +63,7 @@ def check_ranks(gear: Gear) -> None:
     launched = LaunchEnvironment.read()
     ranks, local_ranks = launched.size, launched.local_size
     if ranks != gear.num_processes:
-        raise UserError(
-            f"{gear.path}: needs {gear.num_processes} ranks, but {ranks} are running; pass --num_processes {ranks}"
-        )
+        raise UserError(f"{gear.path}: needs {gear.num_processes} ranks, found {ranks}; pass --num_processes {ranks}")
     if gear.degree("cp") > 1 and runs_on_cpu():
         raise UserError(
             f"{gear.path}: ring attention runs on GPUs only, torch has no CPU version; to share a sequence between "
