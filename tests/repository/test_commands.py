@@ -1,4 +1,4 @@
-"""`make commands`: every command of README and docs, in order, in a fresh copy, as a user runs it: all cold starts."""
+"""`make commands`: run every command of README and docs, in order, in a fresh copy, as a user would."""
 
 import os
 import re
@@ -25,17 +25,17 @@ SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup=1 eval.e
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, chats) -> Path:
-    """A copy of the tree, with chats.jsonl, where the documents' commands may write."""
+    """Copy the tree, with chats.jsonl, to a folder where the documents' commands may write."""
     folder = copy_of_the_tree(tmp_path_factory.mktemp("clone") / "gearbox")
     shutil.copy(chats, folder / "chats.jsonl")
     return folder
 
 
 def check_flags(line: str, folder: Path) -> None:
-    """Docker's own client reads a line's flags before it looks for an engine, and there is none."""
+    """Check a line's flags with Docker's client, which parses them before it fails to find an engine."""
     line = line.replace("docker compose ", "docker-compose ", 1)  # Debian's name for it
     if not shutil.which(line.split()[0]):
-        pytest.skip(f"no {line.split()[0]} here")
+        pytest.skip(f"{line.split()[0]} is not installed")
     environment = os.environ | {"DOCKER_HOST": "unix:///nowhere"}
     outcome = subprocess.run(line, shell=True, cwd=folder, env=environment, text=True, capture_output=True, check=False)
     assert "connect" in outcome.stderr and "unknown" not in outcome.stderr, f"{line}\n{outcome.stderr}"
@@ -43,7 +43,7 @@ def check_flags(line: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command(clone, line):
-    """In order, in one copy, with the runs cut to two steps; make's targets are resolved, not run from a test."""
+    """Run the commands in order, in one copy, with runs of two steps. Resolve make targets without running them."""
     if line.startswith("docker "):
         check_flags(line, clone)
         return
@@ -55,10 +55,10 @@ def test_command(clone, line):
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
     outcome = subprocess.run(line, shell=True, cwd=clone, env=environment, text=True, capture_output=True, check=False)
     assert outcome.returncode == 0, f"{line}\n{outcome.stdout}\n{outcome.stderr}"
-    assert "src/ask.py" not in line or not outcome.stderr, "an answer comes without warnings"
+    assert "src/ask.py" not in line or not outcome.stderr, "ask.py prints warnings"
 
 
-def test_what_they_have_left(clone):
+def test_the_commands_leave_these_runs(clone):
     runs = sorted(path.name for path in (clone / "runs").glob("tiny-*"))
     assert runs == ["tiny-ddp", "tiny-ddp-2", "tiny-single", "tiny-single-2", "tiny-single-3", "tiny-zero3"]
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Every path, key and target in the documents exists, every table is the folder. (test_commands.py runs commands.)"""
+"""Documents name only existing paths, keys and targets, and their tables match the folders."""
 
 import re
 import shlex
@@ -83,7 +83,7 @@ def test_the_error_shown_is_the_error_given():
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_documents_launches_are_parsed_by_the_launchers(monkeypatch, line):
-    """Those on many machines cannot run where the document is tested; the launchers' own parsers read all of them."""
+    """Parse the launch lines with the launchers' own parsers: lines for many machines cannot run in a test."""
     for names in (*topology.NODE_FLAGS.values(), topology.NUM_NODES_VARIABLES, [topology.RANKS_PER_NODE]):
         for name in names:
             monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""What a contributor meets: hooks, the workflow of a pull request, templates, the guide for agents."""
+"""Hooks, the pull-request workflow, templates and the guide for agents agree with each other."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def test_a_pull_request_runs_what_ci_runs():
     ],
 )
 def test_a_hook_finds_what_it_is_there_for(tmp_path, name, text, hook):
-    """In a repository with our configuration: clean files pass, a planted fault fails the hook."""
+    """Run a hook in a repository with this configuration: clean files pass, and a planted fault fails."""
     for file in (".pre-commit-config.yaml", "pyproject.toml"):
         (tmp_path / file).write_text((ROOT / file).read_text())
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")

@@ -1,4 +1,4 @@
-"""Guards the borders between the folders: who imports whom, who names an engine, who asks for its rank."""
+"""Check the borders between folders: what they import, which name an engine, and which ask for their rank."""
 
 import ast
 import re
@@ -11,15 +11,15 @@ import pytest
 
 from gearbox import ROOT
 
-# A folder may import those before it, never one after it. Files directly in gearbox/ are below all, and import none.
+# A folder may import only folders before it. Files directly in gearbox/ come before all, and import none.
 LAYERS = ("config", "launch", "data", "checkpoint", "distributed", "model", "reporting", "training")
 BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
-LIGHT = ("", "config", "launch")  # what reports mistakes, within half a second
+LIGHT = ("", "config", "launch")  # these report user errors within half a second
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
-# Outside distributed/, and why.
+# Exceptions outside distributed/, with the reason.
 ENGINES_ELSEWHERE = {
     ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
@@ -32,7 +32,7 @@ def folder_of(path: Path) -> str:
 
 
 def in_use(tree: ast.AST) -> list[ast.AST]:
-    """Return all nodes but those of `if TYPE_CHECKING:`."""
+    """Return all nodes except those of `if TYPE_CHECKING:`."""
     nodes, waiting = [], [tree]
     while waiting:
         node = waiting.pop()
@@ -43,7 +43,7 @@ def in_use(tree: ast.AST) -> list[ast.AST]:
 
 
 def imported(nodes: list[ast.AST]) -> set[str]:
-    """Full dotted names: `from gearbox.data import sources` is gearbox.data.sources."""
+    """Return full dotted names: `from gearbox.data import sources` is gearbox.data.sources."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ def imported(nodes: list[ast.AST]) -> set[str]:
 
 
 def module_of(name: str) -> Path | None:
-    """Return the module of ours that an imported name is, or is in."""
+    """Return our module that an imported name refers to or comes from, if any."""
     parts = name.split(".")[1:] if name.startswith("gearbox.") else []
     for length in (len(parts), len(parts) - 1):
         if length > 0 and (path := Path(*parts[:length]).with_suffix(".py")) in MODULES:
@@ -64,7 +64,7 @@ def module_of(name: str) -> Path | None:
 
 
 def identifiers(nodes: list[ast.AST]) -> set[str]:
-    """Names, attributes, parameters and the parts of imported names; not strings and comments."""
+    """Return names, attributes, parameters and the parts of imported names, but no strings or comments."""
     found = {part for name in imported(nodes) for part in name.split(".")}
     for node in nodes:
         if isinstance(node, ast.Name):
@@ -126,7 +126,7 @@ def test_files_are_checked_without_torch(names):
 
 
 def test_a_module_run_as_a_script_does_not_hide_the_standard_library():
-    """Its folder is the first of sys.path then: src/gearbox/data/builtin_tasks.py writes the tiny tokenizer so."""
+    """Check src/gearbox/data, which comes first in sys.path when builtin_tasks.py runs as a script."""
     names = {path.stem for path in MODULES if folder_of(path) == "data"}
     assert "builtin_tasks" in names and not names & sys.stdlib_module_names
 
@@ -136,7 +136,9 @@ def test_engines_are_named_in_one_folder():
     elsewhere = {pair for pair in found if not pair[0].startswith("distributed/") and pair[0] != "config/gear.py"}
     assert elsewhere == set(ENGINES_ELSEWHERE)
     present = {("engine.py", "accelerate"), ("sharded_state.py", "deepspeed"), ("sharded_state.py", "DTensor")}
-    assert {(f"distributed/{name}", engine) for name, engine in present} <= found, "a renamed one would empty this test"
+    assert {(f"distributed/{name}", engine) for name, engine in present} <= found, (
+        "a renamed engine would make this test empty"
+    )
     evaluation = imported([*ast.walk(MODULES[Path("training/evaluation.py")])])
     assert {name for name in evaluation if "accelerate" in name} == {"accelerate.utils.broadcast"}
 
@@ -149,7 +151,7 @@ def test_the_built_in_data_are_imported_only_where_they_are_asked_for():
 
 @pytest.mark.parametrize(
     ("folder", "allowed"),
-    # A gear's number of processes is told and written down.
+    # Reports and checkpoints state the gear's number of processes.
     [("data", set()), ("model", set()), ("reporting", {"num_processes"}), ("checkpoint", {"num_processes"})],
 )
 def test_data_and_model_do_not_ask_which_process_they_are(folder, allowed):
@@ -160,7 +162,9 @@ def test_data_and_model_do_not_ask_which_process_they_are(folder, allowed):
         assert identifiers(nodes) & RANKS <= allowed, path
         assert not any(name.startswith("torch.distributed") for name in imported(nodes)), path
         assert "environ" not in identifiers(nodes) or path == Path("data/tokenization.py"), path
-    assert identifiers(in_use(MODULES[Path("distributed/process_group.py")])) & RANKS, "a renamed one would empty this"
+    assert identifiers(in_use(MODULES[Path("distributed/process_group.py")])) & RANKS, (
+        "a renamed module would make this test empty"
+    )
 
 
 def test_the_guide_for_agents_lists_the_layers_in_order():

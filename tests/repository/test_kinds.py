@@ -1,4 +1,4 @@
-"""Every test is found, and is of the kind that its mark says: `make quick` starts neither ranks nor Python."""
+"""Check that all tests are collected, and that unit tests start neither ranks nor Python."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The ranks that tests fork: all are forked before one runs, and one that hangs shows where."""
+"""Tests fork all ranks before any of them runs, and a rank that hangs shows where."""
 
 import os
 import time
@@ -11,11 +11,11 @@ pytestmark = pytest.mark.ranks
 
 
 def test_no_rank_runs_before_all_are_forked(tmp_path, monkeypatch):
-    """A rank that connects to the store while the next is forked can leave it with a lock that nobody releases."""
+    """A rank that connects to the store during the next fork can leave that child a lock that nobody releases."""
     began, began_before_a_fork, fork = tmp_path / "began", [], os.fork
 
     def slow_fork():
-        time.sleep(0.2)  # time enough for the ranks before to begin
+        time.sleep(0.2)  # long enough for earlier ranks to begin
         began_before_a_fork.append(began.exists())
         return fork()
 

@@ -1,4 +1,4 @@
-"""Every recipe that ships trains two steps, with a small random model of its own architecture and method."""
+"""Train two steps of each shipped recipe with run.rehearse: a small random model of the same architecture."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_two_steps(train, path):
     if path.stem == "smollm2_135m" and not (ROOT / "models/smollm2-135m").exists():
         with pytest.raises(UserError, match="make smollm2"):
             load_recipe(path)
-        architecture = ["model.name=recipes/tiny"]  # of the same family, Llama with tied embeddings
+        architecture = ["model.name=recipes/tiny"]  # the same family: Llama with tied embeddings
     else:
         architecture = []
     ranks = {"single": 1, "ddp": 4}.get(gear, 2)
@@ -83,11 +83,11 @@ def test_a_rehearsal_asks_no_hub():
     assert (recipe.model.init, recipe.data.path) == ("random", BUILTIN_TASKS)
 
 
-def test_rehearsal_of_an_unknown_architecture_says_where_to_put_it(train):
+def test_rehearsal_of_an_unknown_architecture_names_the_missing_file(train):
     outcome = train("single", "model.name=nobody/knows-this")
     assert outcome.codes == [2]
     assert "recipes/architectures/nobody--knows-this.json" in outcome.output
-    assert outcome.folder is None, "a run that never started leaves no folder"
+    assert outcome.folder is None, "a run that did not start left a folder"
 
 
 def test_the_schema_and_the_reference_are_current():
@@ -116,7 +116,7 @@ def test_an_editor_finds_the_schema_and_checks_with_it(recipe):
     assert not validator.is_valid({**written, "train": {"steps": "many"}})
 
 
-def test_the_tokenizer_of_tiny_is_what_the_code_makes(tmp_path):
+def test_the_tokenizer_of_tiny_is_current(tmp_path):
     builtin_tasks.write_tokenizer(tmp_path)
     for file in tmp_path.iterdir():
         assert file.read_text() == (ROOT / "recipes/tiny" / file.name).read_text(), file.name

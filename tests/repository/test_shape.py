@@ -1,4 +1,4 @@
-"""The shape of the code, as figures that fail: how long, how wide and how tangled it may become."""
+"""The code stays within limits on length, width and complexity."""
 
 import ast
 import re
@@ -16,11 +16,11 @@ LAUNCHER_VARIABLES = (
     r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)["']"""
 )
 
-MAX_FILES_OF_FOLDER = 10  # __init__.py, which holds the folder's one line, not counted
+MAX_FILES_OF_FOLDER = 10  # without __init__.py, which holds one line about the folder
 MAX_LINES_OF_FILE = 400
 MAX_LINES_OF_FUNCTION = 60
-MAX_PARAMETERS = 6  # self not counted
-MAX_COMPLEXITY = 20  # McCabe's, as radon counts it
+MAX_PARAMETERS = 6  # without self
+MAX_COMPLEXITY = 20  # McCabe complexity, computed by radon
 MAX_ANY = 120  # in all of src
 MAX_SHARE_OF_ANY = 0.06  # of annotated parameters
 MAX_FMT_SKIPS = 10
@@ -28,7 +28,7 @@ MIN_SHARE_OF_DOCSTRINGS = 0.95  # of public functions and classes
 
 
 def functions() -> list[tuple[str, ast.FunctionDef]]:
-    """Return every function and method with its place, such as gearbox/training/loop.py:fit."""
+    """Return every function and method with its location, such as gearbox/training/loop.py:fit."""
     return [
         (f"{path}:{node.name}", node)
         for path, tree in TREES.items()
@@ -38,7 +38,7 @@ def functions() -> list[tuple[str, ast.FunctionDef]]:
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    """Return the parameters but self, cls, *args and **kwargs."""
+    """Return the parameters without self, cls, *args and **kwargs."""
     given = function.args
     found = [*given.posonlyargs, *given.args, *given.kwonlyargs]
     return [one for one in found if one.arg not in ("self", "cls")]
