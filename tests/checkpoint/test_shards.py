@@ -24,7 +24,7 @@ def test_a_staging_disk_that_changes_data_is_detected(tmp_path):
     staging.write(tmp_path / "shard")
     staging.disk.seek(-3, os.SEEK_END)
     staging.disk.write(b"?")
-    with pytest.raises(manifest.CorruptCheckpoint, match=r"save\.stage: the local disk returned other data"):
+    with pytest.raises(manifest.CorruptCheckpoint, match=r"save\.stage: data read from the local disk differs"):
         staging.write(tmp_path / "shard")
     assert [path.name for path in tmp_path.iterdir()] == ["shard"]
 

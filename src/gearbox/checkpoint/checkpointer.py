@@ -70,7 +70,7 @@ class CheckpointSource(Protocol):
 
 
 class SaveListener(Protocol):
-    """A listener that is notified on every rank how saves end."""
+    """A listener that every rank notifies about its saves."""
 
     def saved(self, facts: SaveFacts) -> None:
         """Handle a complete checkpoint."""
@@ -79,7 +79,7 @@ class SaveListener(Protocol):
         """Handle a failed save; a later step retries."""
 
     def heartbeat(self, doing: str) -> None:
-        """Handle a sign of progress while all ranks wait for a save."""
+        """Report progress while all ranks wait for a save."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Staging:
             filesystem.sync(file)
         size = len(self.header) + self.num_bytes
         if self.disk is not None and (digest.hexdigest(), self.num_written) != (self.digest, size):
-            raise CorruptCheckpoint("save.stage: the local disk returned other data than was written")
+            raise CorruptCheckpoint("save.stage: data read from the local disk differs from the data written")
         return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
     def release(self) -> None:

@@ -188,7 +188,7 @@ def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[st
     if lock.problem:
         tell(f"{run.folder}: cannot be locked ({lock.problem}); make sure that no other run uses this run.name")
     for folder in folders.delete_unfinished(run.checkpoints):
-        tell(f"{folder}: removed, the checkpoint was unfinished")
+        tell(f"{folder}: removed unfinished checkpoint")
     for leftover in run.hang_folder.glob("*.txt"):  # empty if the rank was killed; the others contain a stack
         if not leftover.stat().st_size:
             leftover.unlink()
