@@ -46,8 +46,8 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: gear.zero_stage == 3 and recipe.method == "qdora",
-        "adapter.method: QDoRA cannot run under ZeRO-3, because PEFT replaces 4-bit weights that the engine tracks; "
-        "use lora (QLoRA), or the fsdp or zero2 gear",
+        "adapter.method: QDoRA cannot run under ZeRO-3: PEFT replaces 4-bit weights that the engine tracks; "
+        "use lora (QLoRA), or gear fsdp or zero2",
     ),
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and recipe.model.quantize is not None,
