@@ -40,7 +40,7 @@ pytestmark = needs_kubectl
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
 JOBS = {
     "two_nodes": ["jobs/two_nodes"],
-    "rehearsal": ["jobs/rehearsal"],
+    "without_gpus": ["jobs/without_gpus"],
     "trainjob": ["jobs/trainjob", "setup/runtime"],
 }
 FOLDERS = [
@@ -201,7 +201,7 @@ def test_a_trainjob_runs_the_pods_of_a_job():
 
 
 def test_pods_are_named_by_the_service():
-    for name in ("two_nodes", "rehearsal"):
+    for name in ("two_nodes", "without_gpus"):
         rendered = render(*JOBS[name])
         job, service = job_of(rendered), of_kind(rendered, "Service")
         assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]

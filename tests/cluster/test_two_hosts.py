@@ -203,16 +203,16 @@ def test_a_machine_with_another_disk_is_refused(tmp_path, chats, hosts):
 @manifests.needs_kubectl
 def test_the_command_of_the_indexed_job(tmp_path, chats, on_one_host):
     """Run the manifest's command, doctor included, with the hostnames and environment of its pods."""
-    rendered = manifests.render("jobs/rehearsal")
+    rendered = manifests.render("jobs/without_gpus")
     pods = [manifests.indexed_pod(rendered, index) for index in (0, 1)]
     service = manifests.of_kind(rendered, "Service")["metadata"]["name"]
     with two_hosts(*(hostname for _, _, hostname in pods), domain=service) as hosts:
-        job = Job(tmp_path, chats, hosts, run__name="rehearsal")
+        job = Job(tmp_path, chats, hosts, run__name="without-gpus")
         job.start(lambda rank: [*pods[rank][0], *job.recipe[1:]], lambda rank: pods[rank][1])
         assert job.codes() == [0, 0], job.logs()
     log = job.log(0).read_text()
-    assert "rank 0-1  rehearsal-0  cpu\nrank 2-3  rehearsal-1  cpu\n" in log
-    metrics = [json.loads(line) for line in (tmp_path / "runs" / "rehearsal" / "metrics.jsonl").open()]
+    assert "rank 0-1  without-gpus-0  cpu\nrank 2-3  without-gpus-1  cpu\n" in log
+    metrics = [json.loads(line) for line in (tmp_path / "runs" / "without-gpus" / "metrics.jsonl").open()]
     expected = ledger.kept(on_one_host("single", 1).attempts["rank-0"])
     losses = [line["loss"] for line in metrics if "loss" in line]
     assert losses == pytest.approx([float.fromhex(line["loss"]) for line in expected], rel=1e-5)

@@ -148,7 +148,8 @@ def of_python(path: str, text: str) -> Iterator[Prose]:
         else:
             continue
         if len(re.findall(r"\b[a-z]{2,}\b", message)) >= 3 and "\\b" not in message:
-            yield Prose(path, node.lineno, "message", plain(message))
+            is_script = "\n" in message or re.search(r"[=;]\s*\$?\(|^(\{|\.env|import|mount)", message)
+            yield Prose(path, node.lineno, "quoted" if is_script else "message", plain(message))
 
 
 def prose_of(name: str) -> list[Prose]:
@@ -183,7 +184,7 @@ def idioms(prose: list[Prose]) -> list[tuple[Prose, str, str]]:
 
 
 def long_sentences(prose: list[Prose]) -> list[tuple[Prose, str]]:
-    """Return the sentences of more than MAX_WORDS words; quoted output is not ours to shorten."""
+    """Return the sentences of more than MAX_WORDS words; output and scripts in strings are no sentences."""
     return [
         (one, sentence)
         for one in prose
