@@ -2,7 +2,7 @@
 
 python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
 
-For a job on several machines, run this command on each of them. Give the machine's place in the job by flags or by
+For a job on several machines, run this command on each machine. Give its place in the job by flags or by
 torchrun's environment variables:
 
     --num_machines       PET_NNODES

@@ -14,38 +14,41 @@ from gearbox.launch import cli
 
 SCHEMA = ROOT / "recipes" / "schema.json"
 REFERENCE = ROOT / "docs" / "recipe.md"
-INTRODUCTION = """\
-# Recipe reference
-
-A recipe defines what to train. Any key can also be set on the command line, as `group.key=value`:
-
-```bash
-python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1
-```
-
-`recipes/tiny.yaml` sets every key. Your own recipe sets the required keys and those that differ from the defaults.
-`make schema` writes this page and `recipes/schema.json` from `src/gearbox/config/recipe.py`, which defines each key.
-
-## In your editor
-
-The first line of each recipe, `# yaml-language-server: $schema=schema.json`, points to that schema. Install the YAML
-extension of VS Code, or `yaml-language-server` for Neovim, Helix, Emacs or Zed. The editor then completes keys, shows
-what each key means, and underlines misspelt keys and wrong values. Keep the line when you copy a recipe. If you save
-the copy in another folder, write the path to the schema, such as `$schema=../gearbox/recipes/schema.json`.
-"""
-READ_NEXT = """\
-## Read next
-
-- [Your data](data.md): sources, formats, which tokens are trained, packing
-- [Methods](methods.md): full, LoRA, DoRA and QLoRA training
-- [Which strategy fits](parallelism.md): what the gear decides, and what the recipe decides
-"""
+INTRODUCTION = [
+    "# Recipe reference",
+    "",
+    "A recipe defines what to train. Any key can also be set on the command line, as `group.key=value`:",
+    "",
+    "```bash",
+    "python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1",
+    "```",
+    "",
+    """`recipes/tiny.yaml` sets every key. Your own recipe sets the required keys and those that differ from the
+defaults. `make schema` writes this page and `recipes/schema.json` from `src/gearbox/config/recipe.py`, which
+defines each key.""",
+    "",
+    "## In your editor",
+    "",
+    """The first line of each recipe, `# yaml-language-server: $schema=schema.json`, points to that schema. Install the
+YAML extension of VS Code, or `yaml-language-server` for Neovim, Helix, Emacs or Zed. The editor then completes
+keys, shows what each key means, and underlines misspelt keys and wrong values. Keep the line when you copy a
+recipe. If you save the copy in another folder, write the path to the schema, such as
+`$schema=../gearbox/recipes/schema.json`.""",
+    "",
+]
+READ_NEXT = [
+    "## Read next",
+    "",
+    "- [Your data](data.md): sources, formats, which tokens are trained, packing",
+    "- [Methods](methods.md): full, LoRA, DoRA and QLoRA training",
+    "- [Which strategy fits](parallelism.md): what the gear decides, and what the recipe decides",
+]
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minItems": "items ≥"}
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
 
 
 def schema() -> str:
-    """Return the JSON Schema as it is written to the file."""
+    """Return the text of the JSON Schema file."""
     return json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
 
 
@@ -82,11 +85,11 @@ def reference() -> str:
     """Return the reference page: one table for each group of keys, in the order of the recipe."""
     recipe = Recipe.model_json_schema()
     groups = {name: key["$ref"].split("/")[-1] for name, key in recipe["properties"].items()}
-    lines = [INTRODUCTION]
+    lines = [*INTRODUCTION]
     for name in [*groups, "source"]:
         group = recipe["$defs"][groups.get(name, "Source")]
         lines += [f"## {name}", "", " ".join(group["description"].split()), "", *table(group), ""]
-    return "\n".join([*lines, READ_NEXT])
+    return "\n".join([*lines, *READ_NEXT, ""])
 
 
 def main(arguments: list[str]) -> None:
