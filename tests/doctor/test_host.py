@@ -47,26 +47,29 @@ def has_namespaces() -> bool:
 @pytest.mark.skipif(not has_namespaces(), reason="needs root and a mount namespace")
 def test_a_machine_that_lacks_almost_everything(tmp_path):
     (tmp_path / "runs").mkdir()
-    steps = (
-        "mount -t tmpfs -o size=16m none /dev/shm; mount -t tmpfs -o size=1m none runs; ulimit -n 256; "
-        f"exec python {ROOT}/src/doctor.py --machine --json"
-    )
-    ended = shell(f"unshare -m sh -c {shlex.quote(steps)}", tmp_path)
+    steps = [
+        "mount -t tmpfs -o size=16m none /dev/shm",
+        "mount -t tmpfs -o size=1m none runs",
+        "ulimit -n 256",
+        f"exec python {ROOT}/src/doctor.py --machine --json",
+    ]
+    ended = shell(f"unshare -m sh -c {shlex.quote('; '.join(steps))}", tmp_path)
     report = json.loads(ended.stdout)
     assert ended.returncode == 1 and report["verdict"] == "red", ended.stdout + ended.stderr
     assert of_colour(report, "red") == {"disk": "runs cannot be written: No space left on device"}
     assert of_colour(report, "yellow")["limits"] == "256 open files; 1 ranks may need 528"
     # Two ranks need shared memory, which a single rank does not use.
-    look = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from gearbox.doctor import host; "
-        "[print(host.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]"
-    )
-    line = f"mount -t tmpfs -o size=16m none /dev/shm; exec python -c {shlex.quote(look)} {ROOT}/src"
+    look = [
+        "import sys; sys.path.insert(0, sys.argv[1])",
+        "from pathlib import Path; from gearbox.doctor import host",
+        "[print(host.shared_memory(Path('/dev/shm'), 2, gpus)) for gpus in (0, 2)]",
+    ]
+    line = f"mount -t tmpfs -o size=16m none /dev/shm; exec python -c {shlex.quote('; '.join(look))} {ROOT}/src"
     printed = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path).stdout.splitlines()
     assert "'yellow'" in printed[0] and "gloo needs none" in printed[0]
     assert "'red'" in printed[1] and "/dev/shm has 16 MiB; NCCL may need 128 MiB for 2 ranks" in printed[1]
-    steps = f"mount -t tmpfs -o ro none runs; exec python {ROOT}/src/doctor.py --machine"
-    ended = shell(f"unshare -m sh -c {shlex.quote(steps)}", tmp_path)
+    line = f"mount -t tmpfs -o ro none runs; exec python {ROOT}/src/doctor.py --machine"
+    ended = shell(f"unshare -m sh -c {shlex.quote(line)}", tmp_path)
     assert "red     disk        runs cannot be written: Read-only file system" in ended.stdout, ended.stdout
 
 

@@ -29,12 +29,17 @@ def copy_of_the_tree(folder: Path) -> Path:
 def plant(tree) -> str:
     """Write files that users have, such as keys and tokens. Return the unique word that each contains."""
     secret = f"planted{secrets.token_hex(16)}"
-    for name in (
-        ".env .env.local .netrc id_rsa id_ed25519 key.pem src/.env src/gearbox/.env.production recipes/id_rsa "
-        "recipes/my.pem docker/key.pem .huggingface/token .cache/huggingface/token src/token .git/config kubeconfig "
-        "runs/mine/metrics.jsonl wandb/run models/m/model.safetensors recipes/secrets.yaml ds_configs/credentials.json "
+    keys = ".env .env.local .netrc id_rsa id_ed25519 key.pem src/.env src/gearbox/.env.production recipes/id_rsa"
+    tokens = (
+        "recipes/my.pem docker/key.pem .huggingface/token .cache/huggingface/token src/token .git/config kubeconfig"
+    )
+    runs = (
+        "runs/mine/metrics.jsonl wandb/run models/m/model.safetensors recipes/secrets.yaml ds_configs/credentials.json"
+    )
+    others = (
         "tests/leftover .kube/config src/gearbox/__pycache__/x.cpython-311.pyc src/wandb/settings requirements/.netrc"
-    ).split():
+    )
+    for name in f"{keys} {tokens} {runs} {others}".split():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(f"token = {secret}\n")
     return secret
