@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
-PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose
+PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: help setup packages train quick test lint faults matrix cells commands cluster slurm-test image image-test bench \
-	schema smollm2 lock clean
+	pictures schema smollm2 lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ bench: $(STAMP) smollm2  ## measure data preparation, checkpoint cost and pipeli
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/pipeline.py
+
+pictures: $(STAMP)  ## measure and draw docs/pictures and the table of proofs in README, 15 minutes
+	$(BIN)/python benchmarks/pictures
 
 schema: $(STAMP)  ## write recipes/schema.json, which editors use for completion and errors
 	$(BIN)/python src/schema.py
