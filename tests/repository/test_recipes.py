@@ -113,7 +113,9 @@ def test_an_editor_finds_the_schema_and_checks_with_it(recipe):
     written = ruamel.yaml.YAML(typ="safe").load(recipe)  # YAML 1.2, as editors read it: 2e-3 is a number
     assert [error.message for error in validator.iter_errors(written)] == []
     assert not validator.is_valid({**written, "modle": {}})
-    assert not validator.is_valid({**written, "train": {"steps": "many"}})
+    for wrong in ("many", 0, 1.5):
+        assert not validator.is_valid({**written, "train": {"steps": wrong}}), wrong
+    assert not validator.is_valid({**written, "optim": {"lr": 1e-3, "betas": [0.9, 1.5]}})
 
 
 def test_the_tokenizer_of_tiny_is_current(tmp_path):

@@ -107,6 +107,11 @@ def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
+# The bound comes before the validator: after it, pydantic writes a bound that JSON Schema does not know.
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
 Warmup = Annotated[
     int | str,
     BeforeValidator(_count_or_share),
@@ -139,7 +144,7 @@ class Model(Group):
     """Attention implementation; `auto` uses `sdpa`, which isolates packed documents on every device."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass, for about a third more time and far less activation memory."""
-    router_loss: Float | None = Field(None, ge=0)
+    router_loss: NonNegativeFloat | None = None
     """Weight of the loss that spreads tokens over a mixture's experts; `null` uses router_aux_loss_coef from the
     model's config.json, and 0 disables the loss."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = []
@@ -179,7 +184,7 @@ class Source(Group):
 
     path: str
     """File, folder, glob, saved dataset, Hub dataset id or built-in data, as in `data.path`."""
-    weight: Float | None = Field(None, gt=0)
+    weight: PositiveFloat | None = None
     """Share of every step's rows, relative to the other weights; `null` uses all rows once per epoch. Give a weight
     to every source or to none."""
     split: str | None = None
@@ -258,7 +263,7 @@ class Optim(Group):
     full GPU's memory."""
     lr: Float = Field(gt=0)
     """Peak learning rate."""
-    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     eps: Float = Field(1e-8, gt=0)
     """Constant added to AdamW's denominator."""
@@ -292,9 +297,9 @@ class Schedule(Group):
 class Train(Group):
     """The length of a run and its seed."""
 
-    steps: Int | None = Field(None, ge=1)
+    steps: PositiveInt | None = None
     """Number of optimizer steps; set this or `epochs`."""
-    epochs: Float | None = Field(None, gt=0)
+    epochs: PositiveFloat | None = None
     """Number of epochs over the training rows; set this or `steps`."""
     seed: Int = Field(0, ge=0)
     """Seed of the data order, random weights and adapters."""
