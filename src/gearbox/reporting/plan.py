@@ -119,7 +119,7 @@ def data_facts(
     if rows.packing:
         rows_label, padding = "packed rows", 1 - rows.filled
         shown[rows_label] = (
-            f"{len(rows):,} of {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {padding:.1%} padding"
+            f"{len(rows):,} x {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {padding:.1%} padding"
         )
     else:
         rows_label, padding = "rows", _padding(rows, recipe.batch.rows)

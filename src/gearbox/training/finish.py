@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rich.markup import escape
 from transformers import PreTrainedTokenizerFast
 
 from gearbox import ROOT
@@ -70,7 +71,7 @@ def report(
     html_report.write(run.folder, plan.lines(), shown, answered)
     question = rows.samples[0].question if rows.samples else "Hello"
     reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
-    screen.print(f"reloaded in a fresh process, it answers: {reply}")
+    screen.print(escape(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}"))
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
     screen.print(f"[bold green]done[/]: model saved to {run.folder / 'model'}")
 
