@@ -55,10 +55,11 @@ def test_a_readme_without_the_markers_is_an_error():
 
 
 def test_a_failed_fault_is_reported():
-    row = "| Kill all ranks | 3 | restart | passed (9 s) |\n"
-    assert proof.faults(row)[2] == "3 faults of 1 kinds, 3 of them kills: all passed"
+    rows = "| Kill all ranks | 3 | restart | passed (9 s) |\n| Damage every file | 7 | named | passed (1 s) |\n"
+    assert proof.faults(rows)[2] == "3 faults in runs, 3 of them kills, and 7 damaged checkpoints: all passed"
     failed = "| Fill a disk | 1 | continues | **failed**: exit code 1 (5 s) |\n"
-    assert proof.faults(row + failed)[2] == "4 faults of 2 kinds, 3 of them kills: failed: Fill a disk"
+    counted = "4 faults in runs, 3 of them kills, and 7 damaged checkpoints: failed: Fill a disk"
+    assert proof.faults(rows + failed)[2] == counted
 
 
 def test_every_picture_is_shown_and_exists():

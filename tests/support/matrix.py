@@ -188,7 +188,7 @@ an existing adapter further.
 ## Read next
 
 - [Methods](methods.md): full training, LoRA, QLoRA and DoRA
-- [Parallelism](parallelism.md): the gears
+- [Which strategy fits](parallelism.md): the gears
 - [Parity](parity.md): losses of all gears compared
 """
     TABLE.write_text(text)

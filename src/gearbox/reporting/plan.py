@@ -154,11 +154,11 @@ def _origins(corpus: MappedCorpus) -> Iterator[str]:
     listed = list(zip(corpus.origins, corpus.summaries, strict=True))
     for origin, summary in listed[:4]:
         unused = f"; not read: {', '.join(summary.unused)}" if summary.unused else ""
-        yield f"{origin.name}: {summary.num_records:,} rows, {TITLES.get(summary.form, summary.form)}{unused}"
+        yield f"{origin.name}: {summary.num_records:,} records, {TITLES.get(summary.form, summary.form)}{unused}"
     if len(listed) > 4:
         rest = [summary for _, summary in listed[4:]]
         forms = ", ".join(sorted({TITLES.get(summary.form, summary.form) for summary in rest}))
-        yield f"{len(rest):,} more files: {sum(summary.num_records for summary in rest):,} rows, {forms}"
+        yield f"{len(rest):,} more files: {sum(summary.num_records for summary in rest):,} records, {forms}"
 
 
 def _padding(rows: PackedRows, rows_per_step: int) -> float:
