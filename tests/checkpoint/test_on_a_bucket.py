@@ -67,7 +67,7 @@ def test_a_run_on_a_bucket_killed_during_a_save(train, books, mounted, tmp_path,
             "step-6",
         ]
         assert "committed by their manifest: folders cannot be renamed here" in last.output
-        assert "cannot be locked (" in last.output and "see that no other run has this run.name" in last.output
+        assert "cannot be locked (" in last.output and "make sure that no other run uses this run.name" in last.output
         assert (last.folder / "model" / "model.safetensors").is_file() and (last.folder / "report.html").is_file()
         assert read_outcome(last.folder / "status.json")["outcome"] == "done"
         assert [line["step"] for line in last.lines("loss")][-2:] == [7, 8]

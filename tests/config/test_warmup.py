@@ -234,7 +234,7 @@ def test_a_run_hints_once_and_resumes_what_older_code_wrote(train, old_recipe, m
     monkeypatch.setenv("GEARBOX_RUN", str(first.folder))
     more = train("ddp", *given, "train.steps=3", recipe=str(old_recipe), ranks=2)
     assert set(more.codes) == {0}, more.output
-    assert "step-2, step 2 of 3" in more.output and "hint: " not in more.output
+    assert "step-2 at step 2 of 3" in more.output and "hint: " not in more.output
     refused = train("ddp", *given, "train.steps=3", "schedule.warmup=7%", recipe=str(old_recipe), ranks=2)
     assert "was made by another recipe: schedule.warmup changed from 1 to '7%'" in refused.output
     assert set(refused.codes) == {2}

@@ -69,7 +69,7 @@ def test_two_interruptions_change_nothing(train, monkeypatch, gear, ranks, chang
         interrupted(second, 5, signal.SIGUSR1, rank=ranks - 1)
         assert "resuming from" in checked(train(gear, *given, ranks=ranks)).output
     last = checked(train(gear, *given, ranks=ranks))
-    assert "step-5, step 5 of 7" in last.output
+    assert "step-5 at step 5 of 7" in last.output
     assert_equal(last, whole)
     looks = [[(line["step"], line["eval_loss"]) for line in run.lines("eval_loss")] for run in (last, whole)]
     assert looks[0] == looks[1]
