@@ -89,7 +89,7 @@ class Gear:
     def degree(self, name: str) -> int:
         """Return the number of ranks that share a layer (tp), a sequence (sp, cp) or the stack of layers (pp).
 
-        For dp_replicate, it is the number of copies of a sharded model (HSDP).
+        For dp_replicate, it is the number of replicas of a sharded model (HSDP).
         """
         return int((self.settings.get("parallelism_config") or {}).get(f"parallelism_config_{name}_size", 1))
 
@@ -310,8 +310,8 @@ def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int)
         return [f"{_size_key('dp_shard')}: {num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"]
     if "dp_replicate" in degrees and rest * degrees.get("cp", 1) == 1:
         return [
-            f"num_processes: {num_processes} ranks in {degrees['dp_replicate']} copies leave one rank per copy, with "
-            f"nothing to shard; use {2 * product} ranks, or accelerate_configs/ddp.yaml"
+            f"num_processes: {num_processes} ranks in {degrees['dp_replicate']} replicas leave one rank per replica, "
+            f"with nothing to shard; use {2 * product} ranks, or accelerate_configs/ddp.yaml"
         ]
     if kind == "MULTI_GPU" and "tp" in degrees and rest > 1:
         return [f"num_processes: {num_processes} ranks exceed tp={degrees['tp']}; more ranks need FSDP (see fsdp_tp)"]

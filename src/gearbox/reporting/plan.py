@@ -154,7 +154,8 @@ def _origins(corpus: MappedCorpus) -> Iterator[str]:
     listed = list(zip(corpus.origins, corpus.summaries, strict=True))
     for origin, summary in listed[:4]:
         unused = f"; not read: {', '.join(summary.unused)}" if summary.unused else ""
-        yield f"{origin.name}: {summary.num_records:,} records, {TITLES.get(summary.form, summary.form)}{unused}"
+        records = _count(summary.num_records, "record")
+        yield f"{origin.name}: {records}, {TITLES.get(summary.form, summary.form)}{unused}"
     if len(listed) > 4:
         rest = [summary for _, summary in listed[4:]]
         forms = ", ".join(sorted({TITLES.get(summary.form, summary.form) for summary in rest}))
