@@ -66,10 +66,10 @@ bench: $(STAMP) smollm2  ## measure data preparation, checkpoint cost and pipeli
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/pipeline.py
 
-pictures: $(STAMP)  ## measure and draw docs/pictures and the table of proofs in README, 15 minutes
+pictures: $(STAMP)  ## measure and draw docs/pictures and the proof table of README (15 min)
 	$(BIN)/python benchmarks/pictures
 
-schema: $(STAMP)  ## write recipes/schema.json, which editors use for completion and errors
+schema: $(STAMP)  ## write recipes/schema.json for editors, and docs/recipe.md
 	$(BIN)/python src/schema.py
 
 smollm2: $(STAMP)  ## create models/smollm2-135m, a real model with 135M weights
