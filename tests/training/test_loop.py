@@ -65,7 +65,7 @@ def test_spikes_are_marked():
 
 def test_epochs_become_steps(train):
     outcome = train("single", "train.steps=null", "train.epochs=1", "batch.rows=16", "batch.micro_rows=16")
-    num_rows = int(outcome.output.split(" of 128 tokens")[0].split()[-1])
+    num_rows = int(outcome.output.split(" x 128 tokens")[0].split()[-1])
     assert len(outcome.losses) == math.ceil(num_rows / 16) > 3
 
 
