@@ -64,4 +64,6 @@ def test_the_commands_leave_these_runs(clone):
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
     assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
     assert mine["data"] == {"path": "chats.jsonl"}
-    assert (clone / "runs/mine/model/adapter_config.json").is_file()
+    for name in ("mine", "first"):
+        assert (clone / "runs" / name / "model/model.safetensors").is_file()
+    assert (clone / "runs/marks/model/adapter_config.json").is_file()
