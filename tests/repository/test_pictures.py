@@ -56,7 +56,8 @@ def test_a_readme_without_the_markers_is_an_error():
 
 def test_a_failed_fault_is_reported():
     rows = "| Kill all ranks | 3 | restart | passed (9 s) |\n| Damage every file | 7 | named | passed (1 s) |\n"
-    assert proof.faults(rows)[2] == "3 faults in runs, 3 of them kills, and 7 damaged checkpoints: all passed"
+    soak = "| Inject 5 random faults | 5 | same weights | passed (9 s) |\n\nRandom faults: 2 x kill rank, 3 x term.\n"
+    assert proof.faults(rows + soak)[2] == "8 faults in runs, 5 of them kills, and 7 damaged checkpoints: all passed"
     failed = "| Fill a disk | 1 | continues | **failed**: exit code 1 (5 s) |\n"
     counted = "4 faults in runs, 3 of them kills, and 7 damaged checkpoints: failed: Fill a disk"
     assert proof.faults(rows + failed)[2] == counted

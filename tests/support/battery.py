@@ -398,7 +398,7 @@ def write_table(results: dict) -> None:
         notes.append(f"Between gears, the largest relative difference of a loss was {apart:.1e}.")
     struck = results.get("soak", {}).get("facts", {}).get("struck")
     if struck:
-        notes.append("The random faults were: " + ", ".join(f"{kind} {count}" for kind, count in struck.items()) + ".")
+        notes.append("Random faults: " + ", ".join(f"{count} x {kind}" for kind, count in struck.items()) + ".")
     made = f"Made by `make faults` on {time.strftime('%Y-%m-%d')}: {machine()}."
     table = "\n".join([made, "", *rows, "", *(note + "\n" for note in notes)])
     page = ROOT / "docs" / "reliability.md"
