@@ -193,7 +193,7 @@ def test_no_secret_in_a_layer(storage, planted, root):
         places = [*layers, storage / "root/overlay-images"]
         return subprocess.run([*search, *places], text=True, capture_output=True, check=False).stdout
 
-    assert holding("A small Llama learns to reverse").count("recipes/tiny.yaml")
+    assert holding("a small Llama learns to reverse").count("recipes/tiny.yaml")
     assert holding(planted[1]) == ""
 
 
