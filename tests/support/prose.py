@@ -4,6 +4,7 @@ Without a path it reads every tracked file. It prints idioms, long sentences and
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -50,7 +51,7 @@ IDIOMS = {
 }
 # A docstring that opens with one of these is a fragment; a function's opens with a verb, a class's may name its noun.
 FRAGMENTS = set(
-    "of as what the_same one how why whether where which that those for from with in on if whatever each every "
+    "of as what one how why whether where which that those for from with in on if whatever each every "
     "not its their after before by without to under at than and or nor but so such there here".split()
 )
 NOUN_OPENERS = {"a", "an", "the", "all", "both", "no", "it", "this", "these", "they"}
@@ -68,12 +69,17 @@ class Prose:
     @property
     def words(self) -> list[str]:
         """Return the words; a span of code is one word."""
-        return re.findall(r"[A-Za-z][\w'-]*", self.text)
+        return words_of(self.text)
 
     @property
     def sentences(self) -> list[str]:
         """Return the sentences, as full stops, question and exclamation marks end them."""
         return [one for one in re.split(r"(?<=[.!?])[)\"»]*\s+(?=[^a-z])", self.text) if one.strip()]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text."""
+    return re.findall(r"[A-Za-z][\w'-]*", text)
 
 
 def plain(text: str) -> str:
@@ -131,13 +137,10 @@ def of_python(path: str, text: str) -> Iterator[Prose]:
     docstrings = set()
     for body in (node.body for node in ast.walk(tree) if hasattr(node, "body") and isinstance(node.body, list)):
         for node in body:
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                docstrings.add(id(node.value))
-                for part in re.split(r"\n\s*\n|\n(?=\s*[-*] )", node.value.value):
+            string = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(string, ast.Constant) and isinstance(string.value, str):
+                docstrings.add(id(string))
+                for part in re.split(r"\n\s*\n|\n(?=\s*[-*] )", string.value):
                     yield Prose(path, node.lineno, "docstring", plain(part))
     inside = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):
@@ -152,8 +155,9 @@ def of_python(path: str, text: str) -> Iterator[Prose]:
             yield Prose(path, node.lineno, "quoted" if is_script else "message", plain(message))
 
 
+@functools.cache
 def prose_of(name: str) -> list[Prose]:
-    """Return the prose of one file of the repository; none of a file that has no comments."""
+    """Return the prose of one file of the repository, read once; none of a file that has no comments."""
     path = ROOT / name
     if path.suffix == ".md":
         return list(of_markdown(name, path.read_text()))
@@ -190,7 +194,7 @@ def long_sentences(prose: list[Prose]) -> list[tuple[Prose, str]]:
         for one in prose
         if one.kind != "quoted"
         for sentence in one.sentences
-        if len(re.findall(r"[A-Za-z][\w'-]*", sentence)) > MAX_WORDS
+        if len(words_of(sentence)) > MAX_WORDS
     ]
 
 
@@ -205,7 +209,7 @@ def fragments(names: list[str]) -> list[str]:
             first = re.sub(r"\W", "", docstring.split()[0]).lower()
             decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
             noun = isinstance(node, ast.ClassDef | ast.Module) or any("property" in one for one in decorators)
-            test = node.name.startswith("test_") if hasattr(node, "name") else False
+            test = getattr(node, "name", "").startswith("test_")
             if first in FRAGMENTS or (first in NOUN_OPENERS and not noun and not test):
                 found.append(f"{name}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0][:80]}")
     return found
