@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-packages:  ## install Debian packages that more tests need (hosts, Slurm, images); needs root
+packages:  ## install Debian packages that more tests need (hosts, Slurm, images, pictures); needs root
 	apt-get update -qq
 	apt-get install -y -qq $(PACKAGES)
 
