@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.recipe import FORMS, Data, Recipe
+from gearbox.config.recipe import Data, Recipe
+from gearbox.config.recipe_values import FORMS
 from gearbox.data import loss_mask, row_formats, sources, tokenization
 from gearbox.data.sources import Origin
 from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord

@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gearbox.config.recipe import FORMS, MAX_RECORD_BYTES, TURN_FIELDS, Role
+from gearbox.config.recipe import MAX_RECORD_BYTES, Role
+from gearbox.config.recipe_values import FORMS, TURN_FIELDS
 from gearbox.data.sources import JSON
 from gearbox.errors import UserError, nearest
 

@@ -1,0 +1,98 @@
+"""Define the types of the recipe's values: how each is read, and its bounds."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from gearbox.errors import nearest
+
+# The fields of a record by its format, required and optional. A record has the first format whose required fields it
+# contains.
+FORMS = {
+    "messages": (("messages",), ("tools",)),
+    "conversations": (("conversations",), ("system", "tools")),
+    "instruction": (("instruction", "output"), ("input", "system")),
+    "prompt": (("prompt", "completion"), ("system", "tools")),
+    "text": (("text",), ()),
+}
+TURN_FIELDS = ("role", "content", "from", "value")
+SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+
+
+def _number(value: object) -> object:
+    """Return a numeric string as a float. YAML 1.1 reads `2e-5` as a string."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _no_bool(value: object) -> object:
+    """Raise ValueError for true or false, which Python would accept as 1 or 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be an integer")
+    return value
+
+
+def _share(text: str) -> str | None:
+    """Return a percentage below 100% in its shortest form, such as 2.5%, or None for any other text."""
+    match = SHARE.fullmatch(text)
+    share = Decimal(match[1]).normalize() if match else Decimal(100)
+    return f"{share:f}%" if share < 100 else None
+
+
+def _count_or_share(value: object) -> int | str:
+    """Return a step count as an int, or a share as a string such as 5%. Raise ValueError for anything else."""
+    near = None
+    if isinstance(value, str):
+        if (share := _share(value)) is not None:
+            return 0 if share == "0%" else share
+        near = _share(re.sub(r"\s", "", value))
+        value = int(value) if re.fullmatch("[0-9]+", value) else value
+    elif isinstance(value, float):
+        near = _share(f"{value * 100:g}%") if 0 < value < 1 else None
+        value = int(value) if value.is_integer() else value
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError(
+        f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {value!r}"
+        + (f"; did you mean {near}?" if near else "")
+    )
+
+
+def accept_old_warmup(json_schema: dict[str, Any]) -> None:
+    """Add the old key to the schema as deprecated, so that editors accept it."""
+    old_key = {"deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer"}
+    json_schema["properties"]["warmup_steps"] = old_key
+
+
+def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
+    """Raise ValueError for a field that no record format has."""
+    known = sorted({name for groups in FORMS.values() for group in groups for name in group} | {*TURN_FIELDS})
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"unknown field {name!r}{nearest(name, known) or '; the fields are ' + ', '.join(known)}")
+    return fields
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
+# The bound comes before the validator: after it, pydantic writes a bound that JSON Schema does not know.
+PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Warmup = Annotated[
+    int | str,
+    BeforeValidator(_count_or_share),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"}]}
+    ),
+]
