@@ -130,9 +130,10 @@ def check_architecture(gear: Gear, config: PretrainedConfig, router_loss: float 
 
     `router_loss` is the recipe's model.router_loss.
     """
-    _check_router_loss(gear, config, router_loss)
-    _check_stages(gear, config)
-    _check_heads(gear, config)
+    text = config.get_text_config()
+    _check_router_loss(gear, text, router_loss)
+    _check_stages(gear, text)
+    _check_heads(gear, text)
 
 
 def _check_router_loss(gear: Gear, config: PretrainedConfig, router_loss: float | None) -> None:

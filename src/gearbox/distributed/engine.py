@@ -35,7 +35,7 @@ from gearbox.distributed.tensor_parallel import (
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer
+from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer, without_adapter
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -282,7 +282,11 @@ def prepare(
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
         # accelerate 1.15's prepare() would first import a name that transformers 5.23 no longer has.
-        model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
+        with _for_fsdp(model):
+            model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
+    elif gear.engine == "fsdp":
+        with _for_fsdp(model):
+            model, optimizer = accelerator.prepare(model, optimizer)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
     if gear.degree("tp") > 1:
@@ -291,6 +295,28 @@ def prepare(
     if type(unwrap_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(unwrap_optimizer(optimizer))
     return model, optimizer
+
+
+@contextmanager
+def _for_fsdp(model: nn.Module) -> Iterator[None]:
+    """Prepare a model for accelerate's FSDP2, which fails on persistent buffers and on layers that are not there.
+
+    The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
+    until accelerate has sharded the parameters.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    causal_lm = without_adapter(model)
+    causal_lm._no_split_modules = [name for name in causal_lm._no_split_modules or () if name in present]
+    held_back = []
+    for name, buffer in sharded_state.persistent_buffers(model):
+        torch.distributed.broadcast(buffer, 0)
+        parent, _, own_name = name.rpartition(".")
+        held_back.append((model.get_submodule(parent), own_name))
+    for module, name in held_back:
+        module._non_persistent_buffers_set.add(name)
+    yield
+    for module, name in held_back:
+        module._non_persistent_buffers_set.discard(name)
 
 
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.pipeline_stages import ReceivedHidden, SkippedModule, Stage, set_received
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.distributed.unwrap import decoder_of, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -109,7 +109,7 @@ class Pipeline(nn.Module):
     @property
     def layers(self) -> str:
         """The indices of this stage's layers, such as 0-11."""
-        layers = without_adapter(self.module).base_model.layers
+        layers = decoder_of(without_adapter(self.module)).layers
         own = [i for i, layer in enumerate(layers) if not isinstance(layer, SkippedModule | ReceivedHidden)]
         return f"{own[0]}-{own[-1]}"
 
@@ -251,7 +251,8 @@ class _StageModule(nn.Module):
         super().__init__()
         base = without_adapter(module)
         self.module, self.stage, self.compute = module, stage, compute
-        self.width, self.num_tokens, self.dtype = base.config.hidden_size, base.config.vocab_size, base.config.dtype
+        text = base.config.get_text_config()
+        self.width, self.num_tokens, self.dtype = text.hidden_size, text.vocab_size, base.config.dtype
         holds_tied = base.config.tie_word_embeddings and stage.count > 1 and (stage.is_first or stage.is_last)
         self.tied: nn.Parameter | None = base.get_input_embeddings().weight if holds_tied else None
 

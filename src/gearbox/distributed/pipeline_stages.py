@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from torch import nn
 
+from gearbox.distributed.unwrap import decoder_of, text_class
 from gearbox.errors import UserError, one_line_with_type
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def stage_class(config: PretrainedConfig, stage: Stage) -> type[PreTrainedModel]
 
     `from_pretrained` builds it without allocating memory, and reads only this stage's weights from the files.
     """
-    full_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    full_class = text_class(config)
 
     def build(self: PreTrainedModel, config: PretrainedConfig, *arguments: object, **options: object) -> None:
         full_class.__init__(self, config, *arguments, **options)
@@ -77,16 +77,16 @@ def stage_class(config: PretrainedConfig, stage: Stage) -> type[PreTrainedModel]
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return the full model on the meta device, without memory."""
     with torch.device("meta"):
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        return text_class(config)(config)
 
 
 def keep_stage(model: PreTrainedModel, stage: Stage) -> None:
     """Remove all stages but one, in place. Layer indices and parameter names stay those of the full model."""
-    decoder = model.base_model
+    decoder = decoder_of(model)
     first, end = layers_of_stage(model, stage)
     is_tied = model.config.tie_word_embeddings
     received = ReceivedHidden()
-    names = list(model.config.base_model_pp_plan)
+    names = list(model.config.get_text_config().base_model_pp_plan)
     at = names.index("layers")
     for i in range(len(decoder.layers)):
         if not first <= i < end:
@@ -109,7 +109,7 @@ def is_stage(model: nn.Module) -> bool:
 
 def layers_of_stage(model: PreTrainedModel, stage: Stage) -> tuple[int, int]:
     """Return the first layer of a stage and the first layer after it, as indices into the full model."""
-    layers = [_numel(layer) for layer in model.base_model.layers]
+    layers = [_numel(layer) for layer in decoder_of(model).layers]
     bounds = balance(
         layers,
         stage.count,
@@ -156,8 +156,8 @@ def check_stages_equal_whole(config: PretrainedConfig) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            full = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).float().eval()
-        tokens = torch.arange(1, 33).view(2, 16) % config.vocab_size
+            full = text_class(config)(config).float().eval()
+        tokens = torch.arange(1, 33).view(2, 16) % config.get_text_config().vocab_size
         positions = (torch.arange(16) % 10).expand(2, 16)  # two documents per row
         inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
         logits = full(**inputs).logits
@@ -176,7 +176,7 @@ def check_stages_equal_whole(config: PretrainedConfig) -> None:
 
 def _run_staged(full: PreTrainedModel, inputs: dict[str, torch.Tensor | bool]) -> tuple[torch.Tensor, list[str]]:
     """Run a model in stages of one layer each. Return its logits and the parameter names of all stages."""
-    count = len(full.base_model.layers)
+    count = len(decoder_of(full).layers)
     names: list[str] = []
     hidden: torch.Tensor | None = None
     for index in range(count):
@@ -184,7 +184,7 @@ def _run_staged(full: PreTrainedModel, inputs: dict[str, torch.Tensor | bool]) -
         keep_stage(stage, Stage(index, count))
         names += [name for name, _ in stage.named_parameters()]
         set_received(stage, hidden)
-        hidden = stage.base_model(**inputs).last_hidden_state
+        hidden = decoder_of(stage)(**inputs).last_hidden_state
     return stage(**inputs).logits, names
 
 

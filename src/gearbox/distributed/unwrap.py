@@ -1,16 +1,23 @@
-"""Reach models, optimizers and parameters below the wrappers of accelerate, DeepSpeed, FSDP2 and PEFT."""
+"""Reach what is inside: below the wrappers of engines and adapters, and the text part of a model that also sees images.
+
+A composite model has a text decoder and towers for images or sound. Gearbox trains its text: the towers are never
+built, and all names stay those of the full model.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from transformers import GenerationMixin
+from transformers.models.auto import modeling_auto
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 STEPPED_SHARD = "stepped_shard"
 """The attribute of a parameter with the local shard that the optimizer steps in its place."""
@@ -37,3 +44,69 @@ def resharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return list(model.named_parameters())
+
+
+def is_composite(config: PretrainedConfig) -> bool:
+    """Return True for the config of a model with a text decoder and towers."""
+    return config.get_text_config() is not config
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class of a language model with this config, with its towers if it has any; None if there is none."""
+    mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING]
+    if is_composite(config):  # of these, the mapping of causal models would give some without their towers
+        mappings = [
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+            *mappings,
+        ]
+    return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
+
+
+def text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of a model without its towers, for `from_pretrained`, which then reads only what is left."""
+    full_class = model_class(config)
+    if full_class is None or not is_composite(config):
+        return cast("type[PreTrainedModel]", full_class)
+
+    def build(self: PreTrainedModel, config: PretrainedConfig, *arguments: object, **options: object) -> None:
+        full_class.__init__(self, config, *arguments, **options)
+        drop_towers(self)
+
+    return type(full_class.__name__, (full_class,), {"__init__": build, "__module__": full_class.__module__})
+
+
+def drop_towers(model: PreTrainedModel) -> None:
+    """Remove all of a composite model but its text decoder and its output head, in place."""
+    kept = [decoder_of(model), model.get_output_embeddings()]
+    towers = []
+
+    def prune(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent.named_children():
+            inside = [*child.modules()]
+            if any(child is one for one in kept):
+                continue
+            if any(one is module for one in kept for module in inside):
+                prune(child, f"{prefix}{name}.")
+            else:
+                towers.append(f"{prefix}{name}.")
+                setattr(parent, name, None)
+        for name in dict(parent.named_parameters(recurse=False)):
+            towers.append(f"{prefix}{name}")
+            setattr(parent, name, None)
+
+    prune(model, "")
+    # Otherwise from_pretrained would list the towers' weights as unexpected.
+    model._keys_to_ignore_on_load_unexpected = {
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        *(f"^{re.escape(name)}" for name in towers),
+    }
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a language model that turns token ids into the hidden states that enter the output head."""
+    inner = model.get_decoder() if is_composite(model.config) else model.base_model
+    embedding = model.get_input_embeddings()
+    while isinstance(inner, GenerationMixin):  # a model with a head: Llama 4's names a part that it does not have
+        inner = next(child for child in inner.children() if any(module is embedding for module in child.modules()))
+    return cast("PreTrainedModel", inner)

@@ -26,7 +26,7 @@ from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import copy_full_
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.distributed.unwrap import decoder_of, is_composite, without_adapter
 from gearbox.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -177,7 +177,22 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:
-    """Return adapter.targets. With added tokens, include the embedding and the head to train the new rows."""
+    """Return adapter.targets. With added tokens, include the embedding and the head to train the new rows.
+
+    For a composite model the result is a pattern: names would match its towers too when the adapter is loaded.
+    """
+    targets = _targets_with_tokens(model, recipe)
+    if not is_composite(model.config) or (isinstance(targets, str) and targets != "all-linear"):
+        return targets
+    linear = _linear_layers(model) if targets == "all-linear" else []
+    names = sorted({name.rpartition(".")[2] for name in linear}) or targets
+    decoder = next(name for name, module in model.named_modules() if module is decoder_of(model))
+    endings = "|".join(map(re.escape, names))
+    return rf"{re.escape(decoder)}\.(.*\.)?({endings})|({endings})"
+
+
+def _targets_with_tokens(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:
+    """Return adapter.targets, with the embedding and the head if tokens are added."""
     targets = recipe.adapter.targets
     if not recipe.model.add_tokens:
         return targets

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from safetensors import safe_open
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
 from gearbox import filesystem
 from gearbox.distributed import pipeline_stages
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.distributed.unwrap import is_composite, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -34,7 +32,8 @@ def save(
 
     `tensors` are unsharded, on the CPU. All ranks of a sharded model must call this with their own iterator. Only the
     rank that receives tensors writes. A full model is cast to `dtype`, tensor by tensor; an adapter keeps its dtype.
-    `source` is the base of the adapter. A rename makes the complete folder appear at once.
+    `source` is the base of the adapter, and has the towers of a composite model. A rename makes the complete folder
+    appear at once.
     """
     is_adapter = without_adapter(model) is not model
     weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
@@ -44,11 +43,39 @@ def save(
         if is_adapter:
             _save_adapter(model, weights, source, aside)
         else:
-            model.config.use_cache = True
-            model.config.dtype = dtype
-            model.save_pretrained(aside, state_dict=weights)
+            model.config.get_text_config().use_cache = True
+            model.config.dtype = model.config.get_text_config().dtype = dtype
+            named_as_loaded = revert_weight_conversion(model, weights)
+            if is_composite(model.config):
+                named_as_loaded |= _towers(model, named_as_loaded, source)
+            model.save_pretrained(aside, state_dict=named_as_loaded, save_original_format=False)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
+
+
+def _towers(model: PreTrainedModel, trained: Collection[str], source: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of the source that are not part of the trained text, by their names in its files.
+
+    model: a composite model without its towers, or a stage of it. trained: the names of the text's tensors.
+    """
+    tied = dict.fromkeys(model._tied_weights_keys or (), torch.empty(0))
+    text = {*trained, *revert_weight_conversion(model, tied)}
+    towers: dict[str, torch.Tensor] = {}
+    for path in weight_files(source, model.config):
+        with safe_open(path, "pt") as file:
+            towers |= {name: file.get_tensor(name) for name in set(file.keys()) - text}
+    return towers
+
+
+def weight_files(source: str, config: PretrainedConfig) -> list[Path]:
+    """Return the weight files of a folder, or of a Hub model that has been loaded with this config."""
+    folder = Path(source)
+    if not folder.is_dir():
+        import huggingface_hub
+
+        revision = getattr(config, "_commit_hash", None)
+        folder = Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns="*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
@@ -67,4 +94,5 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: st
 
 def stored_dtype(config: PretrainedConfig) -> torch.dtype:
     """Return the dtype of the weights in a pretrained checkpoint, which is also the dtype of the saved model."""
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    dtype = config.dtype or config.get_text_config().dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

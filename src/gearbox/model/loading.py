@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from gearbox import ROOT
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
+from gearbox.distributed.unwrap import is_composite, model_class, text_class
 from gearbox.errors import UserError, one_line
 from gearbox.filesystem import digest_of
 from gearbox.model import adapters, loss
@@ -83,7 +84,7 @@ def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
                 f"config.json as {shipped.relative_to(ROOT)}"
             ) from None
         config = AutoConfig.from_pretrained(shipped)
-    if config.__class__ not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class(config) is None:
         raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
     return config
 
@@ -144,12 +145,13 @@ def load(
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(source, settings)}
+    config = architecture(source, settings)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(config, settings)}
     options |= engine_options or {}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
-    model = _load_weights(source, settings, options, stage)
-    model.config.use_cache = False
+    model = _load_weights(config, settings, source, options, stage)
+    model.config.get_text_config().use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
     if settings.quantize:
         _check_quantized(model, settings)
@@ -168,29 +170,34 @@ def load(
 
 
 def _load_weights(
-    source: str, model: Model, options: dict[str, Any], stage: pipeline_stages.Stage | None
+    config: PretrainedConfig,
+    model: Model,
+    source: str,
+    options: dict[str, Any],
+    stage: pipeline_stages.Stage | None,
 ) -> PreTrainedModel:
-    """Load the model at `source`, or one stage of it, with from_pretrained and these options."""
-    model_class = AutoModelForCausalLM
+    """Load the model at `source` without its towers, or one stage of it, with from_pretrained and these options."""
+    loader = text_class(config) if is_composite(config) else AutoModelForCausalLM
     if stage is not None:
-        config = AutoConfig.from_pretrained(source, **hub_options(model))
-        model_class = pipeline_stages.stage_class(config, stage)
+        loader = pipeline_stages.stage_class(config, stage)
         if model.quantize:  # otherwise each stage would guess which layers (the head) stay unquantized
             skipped = get_keys_to_not_convert(pipeline_stages.meta_model(config))
             options["quantization_config"].llm_int8_skip_modules = skipped
     try:
-        return model_class.from_pretrained(source, **hub_options(model), use_safetensors=True, **options)
+        loaded = loader.from_pretrained(source, **hub_options(model), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise explain_load_error(source, error) from None
+    # Under ZeRO-3 transformers also keeps renamings that it did not need, and save_pretrained would undo them.
+    used = [conversion for conversion in getattr(loaded, "_weight_conversions", None) or () if conversion.was_used()]
+    loaded._weight_conversions = used
+    return cast(PreTrainedModel, loaded)
 
 
-def _attention(source: str, model: Model) -> str:
+def _attention(config: PretrainedConfig, model: Model) -> str:
     """Return the attention to use. auto is sdpa if the family supports it, else eager (Gemma 2, gpt-oss)."""
     if model.attention != "auto":
         return model.attention
-    config = AutoConfig.from_pretrained(source, **hub_options(model))
-    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if getattr(family, "_supports_sdpa", True) else "eager"
+    return "sdpa" if getattr(model_class(config), "_supports_sdpa", True) else "eager"
 
 
 def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
@@ -258,7 +265,9 @@ def load_for_answers(
     settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
     base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
     trust = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
+    config = AutoConfig.from_pretrained(base, revision=revision, **trust)
+    loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
+    model = loader.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
     tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     if adapter_config.is_file():
         import peft

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from gearbox.data.batches import IGNORE_INDEX
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.distributed.unwrap import decoder_of, without_adapter
 from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 
 if TYPE_CHECKING:
@@ -46,15 +46,17 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     uses_flash = str(causal_lm.config._attn_implementation).startswith("flash")
     causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
     causal_lm.router_sum = 0.0
-    causal_lm.forward = types.MethodType(_forward_with_loss(causal_lm.forward, head, uses_flash), causal_lm)
+    decoder = decoder_of(causal_lm)
+    forward = _forward_with_loss(causal_lm.forward, decoder, head, uses_flash)
+    causal_lm.forward = types.MethodType(forward, causal_lm)
     if head is not None:
-        scale, cap = _logit_shape(causal_lm.config)
+        scale, cap = _logit_shape(causal_lm.config.get_text_config())
         chunked = ChunkedLoss(head.forward, scale, cap, is_adapted=hasattr(head, "base_layer"))
         head.forward = types.MethodType(_head_forward_with_loss(chunked), head)
 
 
 def _forward_with_loss(
-    usual_forward: Callable[..., ModelOutput], head: nn.Module | None, uses_flash: bool
+    usual_forward: Callable[..., ModelOutput], decoder: nn.Module, head: nn.Module | None, uses_flash: bool
 ) -> Callable[..., ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
     """Return a causal language model's forward that returns the loss instead of logits if labels are given."""
 
@@ -68,7 +70,7 @@ def _forward_with_loss(
         if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
-        decoded = self.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
+        decoded = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
         if head is None or labels is None:
             return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
         result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
+from gearbox.distributed import unwrap
 from gearbox.model import loading
 from gearbox.world import World
 
@@ -59,7 +60,9 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
     """
     aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share a folder and process ids
     transformers.set_seed(seed)
-    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    full_class = unwrap.model_class(config)
+    assert full_class is not None, "load_config has checked it"
+    model = full_class(config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
     try:
         with filesystem.atomic_folder(folder, aside) as filled:

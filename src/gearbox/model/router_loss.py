@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gearbox.data.batches import IGNORE_INDEX
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.distributed.unwrap import decoder_of, without_adapter
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def resolve_router_weight(causal_lm: PreTrainedModel, requested: float | None) -
     config = causal_lm.config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
     weight = (own or 0.0) if requested is None else requested
-    outputs = getattr(causal_lm.base_model, "_can_record_outputs", None) or {}
+    outputs = getattr(decoder_of(causal_lm), "_can_record_outputs", None) or {}
     if weight and (own is None or "router_logits" not in outputs or not hasattr(config, "num_experts_per_tok")):
         raise UserError(
             f"model.router_loss: {causal_lm.config.model_type} is not a mixture of experts with a load-balancing loss; "
