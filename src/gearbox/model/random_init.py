@@ -13,42 +13,26 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import unwrap
-from gearbox.model import loading
+from gearbox.model import loading, shrinking
 from gearbox.world import World
 
 
 def shrink_config(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_added: int = 0, num_layers: int = 2
 ) -> PretrainedConfig:
-    """Shrink a config in place for a rehearsal: few layers, width 64, the same ratio of query to key heads.
+    """Return a small config of the same family for a rehearsal: few layers, width 64, the tokenizer's vocabulary.
 
     The vocabulary excludes added tokens, because the model gets their rows later, as in a real run.
     """
-    heads, num_layers = 4, min(num_layers, config.num_hidden_layers)
-    ratio = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    narrow = {
-        "num_hidden_layers": num_layers,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // ratio),
-        "head_dim": None if hasattr(config, "qk_rope_head_dim") else 64 // heads,  # derived from qk_rope_head_dim
-        "vocab_size": len(tokenizer) - num_added,
-        "layer_types": config.layer_types[:num_layers] if getattr(config, "layer_types", None) else None,
-        "max_window_layers": num_layers,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    }
-    for key, value in narrow.items():
-        if value is not None and getattr(config, key, None) is not None:
-            setattr(config, key, value)
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(config, key, getattr(tokenizer, key))
-    config.dtype = torch.float32
-    return config
+    sizes = shrinking.shrink(config.to_dict(), len(tokenizer) - num_added, num_layers)
+    for part in (sizes, *(value for value in sizes.values() if isinstance(value, dict) and "vocab_size" in value)):
+        for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if key in part:  # some families do not accept None
+                token = getattr(tokenizer, key)
+                part[key] = tokenizer.eos_token_id if token is None else token
+    small = type(config).from_dict(sizes)
+    small.dtype = torch.float32
+    return small
 
 
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:

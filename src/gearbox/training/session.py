@@ -5,7 +5,6 @@ The order matters: every rank makes the same collective calls, and each function
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 
 from rich.markup import escape
@@ -108,7 +107,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     config = loading.architecture(source, recipe.model)
     check_architecture(gear, config, recipe.model.router_loss)
     if gear.degree("pp") > 1:
-        narrow = random_init.shrink_config(copy.deepcopy(config), tokenizer, num_layers=NARROW_LAYERS)
+        narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
     accelerator = engines.create_accelerator(job)  # before loading, because ZeRO-3 shards the model while it loads
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)

@@ -1,0 +1,171 @@
+"""Shrink a model's config for a rehearsal: one narrow layer of each kind, with any family's names for its sizes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+WIDTH, HEADS, HEAD_DIM, ROPE_DIM, INNER, EXPERT_INNER = 64, 4, 16, 8, 128, 64
+LAYERS = re.compile(
+    r"(conf_)?(num|n)_(hidden_|encoder_|decoder_|global_)?layers?|(en|de)coder_layers|num_layers_per_stack|num_blocks|depth"
+)
+FIRST_LAYERS = re.compile(r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers")
+LAST_LAYERS = re.compile(r"num_kv_shared_layers")
+LAYER_INDICES = re.compile(r".*(layers|_layer_ids|_indices|_indexes|_idxs)")
+KEY_HEADS = re.compile(r"(.*_)?(key_value|kv)(_n)?_heads|kv_n_heads|num_query_groups|(linear_)?num_key_heads")
+VOCABULARY = re.compile(r"((decoder|unpadded|ngram|audio)_)?vocab_size(_per_layer_input|_base)?|.*_group_vocab")
+# The first pattern that matches a key gives its size. A size never grows. Other keys keep their values.
+SIZES = [
+    (re.compile(pattern), size)
+    for pattern, size in {
+        r"qk_rope_head_dim|rotary_dim": ROPE_DIM,
+        r"qk_head_dim": HEAD_DIM + ROPE_DIM,
+        r".*head_?(dim|size)|dim_head|.*d_head|d_kv|kv_channels": HEAD_DIM,
+        r".*_heads?|num_attention_heads_per_layer": HEADS,
+        r"(.*_)?(low)?rank": 8,
+        r".*(moe|expert).*(intermediate|hidden)_size": EXPERT_INNER,
+        r".*(intermediate|ffn_hidden|feed_forward)_size.*|.*ffn_dim|(dim|d)_?ff|(n|d)_inner": INNER,
+        r"mamba_d_ssm|attention_hidden_size": 2 * WIDTH,
+        r".*n_?groups": 2,
+        r".*(d_state|state_size)": 16,
+        r".*(experts?_per_tok(en)?|moe_top_?k|top_k_experts|moe_k)": 2,
+        r".*shared_experts": 1,
+        r"(.*_)?(num|n)(_\w+)?_experts?|zero_expert_num": 4,
+        r"n_group|num_expert_group": 2,
+        r"topk_group": 1,
+        r".*_layer_period": 2,
+        r".*_layer_offset": 1,
+        r"hidden_size_per_layer_input": 16,
+        r".*hidden_size.*|d_model|n_embd|dim|emb_dim|.*embed(ding)?_(proj_)?(dim|size)|lru_width|adapter_(in_dim|out_dim|input_size)": WIDTH,
+    }.items()
+]
+
+
+def shrink(sizes: dict[str, Any], vocabulary: int, num_layers: int) -> dict[str, Any]:
+    """Return a config's dictionary with small sizes, for its nested configs too.
+
+    It keeps at least `num_layers` layers, and one of each kind that its lists of layers distinguish.
+    """
+    return _Shrinker(sizes, vocabulary, num_layers).result()
+
+
+@dataclass
+class _Shrinker:
+    """Shrink the sizes of one config."""
+
+    sizes: dict[str, Any]
+    vocabulary: int
+    num_layers: int
+
+    def result(self) -> dict[str, Any]:
+        small = {key: self.value(key, value) for key, value in self.sizes.items()}
+        if small.get("num_layers_per_stack"):  # HRM counts each pass through its stacks
+            passes = self.sizes["num_hidden_layers"] // self.sizes["num_layers_per_stack"]
+            small["num_hidden_layers"] = small["num_layers_per_stack"] * passes
+        small |= self.state_heads(small)
+        if "qk_dim_factor" in small:  # xLSTM rounds its sizes up to multiples of 64
+            small["qk_dim_factor"] = 1.0
+        return small
+
+    def value(self, key: str, value: Any) -> Any:
+        """Return the small value of a key."""
+        if key == "per_layer_config" and value:
+            inner = {int(i): shrink(one, self.vocabulary, self.num_layers) for i, one in value.items()}
+            return {self.kept.index(i): one for i, one in inner.items() if i in self.kept}
+        if isinstance(value, dict):
+            return (
+                value if key.startswith(("rope", "id2", "label2")) else shrink(value, self.vocabulary, self.num_layers)
+            )
+        if isinstance(value, list):
+            return self.list_of(key, value)
+        return self.size(key, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def list_of(self, key: str, values: list[Any]) -> list[Any]:
+        if self.are_indices(key, values):
+            return [self.kept.index(i) for i in values if i in self.kept]
+        if key == "attention_types":  # GPT-Neo: [[kinds, how often]]
+            return [[values[0][0], 1]]
+        if key == "axial_pos_embds_dim":  # Reformer: their sum is the width
+            return [WIDTH // 4, WIDTH - WIDTH // 4]
+        if len(values) == self.count:
+            values = [values[i] for i in self.kept]
+        return [self.size(key, value) if type(value) is int else value for value in values]
+
+    def size(self, key: str, value: int) -> int:
+        """Return the small value of an integer."""
+        if FIRST_LAYERS.fullmatch(key):
+            return sum(i < value for i in self.kept)
+        if LAST_LAYERS.fullmatch(key):
+            return sum(i >= self.count - value for i in self.kept)
+        if LAYERS.fullmatch(key):
+            return min(value, len(self.kept))
+        if VOCABULARY.fullmatch(key):
+            return min(value, self.vocabulary)
+        if KEY_HEADS.fullmatch(key):
+            return min(value, max(1, HEADS * value // self.query_heads(key, value)))
+        if key == "head_dim" and "qk_rope_head_dim" in self.sizes:  # either the rotated part, or both parts
+            return ROPE_DIM if value == self.sizes["qk_rope_head_dim"] else HEAD_DIM + ROPE_DIM
+        return min(value, next((size for pattern, size in SIZES if pattern.fullmatch(key)), value))
+
+    def query_heads(self, key: str, default: int) -> int:
+        """Return the number of heads that share the key heads `key`."""
+        others = (
+            ("linear_num_value_heads",)
+            if key.startswith("linear")
+            else ("swa_num_attention_heads" if key.startswith("swa") else "num_attention_heads", "n_heads", "n_head")
+        )
+        found = next((self.sizes[name] for name in others if self.sizes.get(name)), default)
+        return max(found, default)
+
+    def state_heads(self, small: dict[str, Any]) -> dict[str, int]:
+        """Return the number of heads of a state space model: its inner width divided by their size."""
+        expand = small.get("mamba_expand", small.get("expand", 2))
+        inner = small.get("mamba_d_ssm") or expand * WIDTH
+        for heads, size in (
+            ("mamba_n_heads", "mamba_d_head"),
+            ("n_mamba_heads", "mamba_headdim"),
+            ("num_heads", "head_dim"),
+        ):
+            if isinstance(small.get(heads), int) and small.get(size) and ("mamba" in heads or "state_size" in small):
+                return {heads: inner // small[size]}
+        return {}
+
+    def are_indices(self, key: str, values: list[Any]) -> bool:
+        """Return whether a list names layers by their indices, in ascending order."""
+        are_integers = bool(values) and all(type(value) is int for value in values)
+        is_named_so = LAYER_INDICES.fullmatch(key) is not None
+        return is_named_so and are_integers and values == sorted({*values}) and values[-1] < self.count
+
+    @cached_property
+    def count(self) -> int:
+        """The number of layers."""
+        if self.sizes.get("num_layers_per_stack"):
+            return int(self.sizes["num_layers_per_stack"])
+        counts = [value for key, value in self.sizes.items() if LAYERS.fullmatch(key) and type(value) is int]
+        return max([*counts, len(self.sizes.get("layers_block_type") or [])])
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """The indices of the layers to keep: the first of each kind, and then the first ones."""
+        kinds: list[list[object]] = []
+        num_layers = self.num_layers
+        per_layer = {int(i): str(one) for i, one in (self.sizes.get("per_layer_config") or {}).items()}
+        kinds.append([per_layer.get(i) for i in range(self.count)])
+        for key, value in self.sizes.items():
+            if isinstance(value, list) and self.are_indices(key, value):
+                kinds.append([i in value for i in range(self.count)])
+            elif isinstance(value, list) and len(value) == self.count:
+                kinds.append([str(one) for one in value])
+            elif isinstance(value, list) and key == "block_types":  # RecurrentGemma repeats them
+                num_layers = max(num_layers, len(value))
+            elif type(value) is int and FIRST_LAYERS.fullmatch(key):
+                kinds.append([i < value for i in range(self.count)])
+            elif type(value) is int and LAST_LAYERS.fullmatch(key):
+                kinds.append([i >= self.count - value for i in range(self.count)])
+        found = list(zip(*kinds, strict=True))
+        # Zamba's hybrid layers share their weights, so that one of them is not enough.
+        kept = [i for i, kind in enumerate(found) if found[:i].count(kind) < 1 + ("hybrid" in kind)]
+        others = [i for i in range(self.count) if i not in kept]
+        return sorted(kept + others[: max(0, num_layers - len(kept))])
