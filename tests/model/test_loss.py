@@ -247,8 +247,14 @@ def test_a_second_family_trains_the_same_on_all_gears(train, gemma):
     assert shared.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-def test_unknown_logits_are_refused(train, gemma, monkeypatch):
+def test_unknown_logits_are_taken_from_the_model(train, gemma, monkeypatch):
+    settings = (f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
+    usual = train("single", *settings)
+    assert "full logits" not in usual.output
     monkeypatch.setattr(loss, "_logit_shape", lambda config: (1.0, None))
-    outcome = train("single", f"model.name={gemma}", "run.rehearse=false", "model.init=pretrained")
-    assert outcome.codes == [2]
-    assert "this family transforms its logits in an unknown way" in outcome.output
+    for gear in ("single", "fsdp", "zero3"):
+        outcome = train(gear, *settings)
+        assert "loss                    full logits of the model's own forward" in outcome.output
+        assert outcome.losses == pytest.approx(usual.losses, rel=1e-5)
+    monkeypatch.setattr(loss, "_loss_of_logits", lambda logits, labels: (logits[:, 0], logits[:, 0] > 0))
+    assert "the family gemma2 transforms its logits in an unknown way" in train("single", *settings).output

@@ -77,7 +77,7 @@ def test_the_loss_is_cross_entropy_and_the_weighted_imbalance(family, batch, ask
     with torch.no_grad():
         each, _ = installed(**batch)
     assert torch.allclose(each.sum(), entropy, rtol=1e-5), "evaluation excludes the router loss"
-    probes.check_loss(installed, 260, torch.device("cpu"), tolerance=1e-4)
+    probes.check_loss(installed, installed, 260, torch.device("cpu"), tolerance=1e-4)
 
 
 def test_its_gradient_equals_the_plain_one(family, batch):

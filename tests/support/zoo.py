@@ -175,10 +175,7 @@ def main() -> None:
         zoo = Zoo(Path(folder))
         for family in given.families or CLASSES:
             mine = results.setdefault(family, {})
-            wanted = [
-                c for c in given.columns
-                if given.families or c not in mine or verdict(mine, c) in given.again
-            ]
+            wanted = [c for c in given.columns if given.families or c not in mine or verdict(mine, c) in given.again]
             if not wanted:
                 continue
             warm(family)

@@ -151,7 +151,9 @@ def _check_router_loss(gear: Gear, config: PretrainedConfig, router_loss: float 
 def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
     """Raise UserError if the layers cannot be divided into the gear's pipeline stages."""
     num_stages = gear.degree("pp")
-    if num_stages > 1 and not getattr(config, "base_model_pp_plan", None):
+    if num_stages == 1:
+        return
+    if not getattr(config, "base_model_pp_plan", None):
         raise UserError(
             f"{gear.path}: pipeline parallelism: transformers has no pipeline plan for {config.model_type}; use "
             "accelerate_configs/fsdp.yaml"
@@ -166,7 +168,13 @@ def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
 def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
     """Raise UserError if tensor or sequence parallelism cannot divide the attention heads."""
     tp, sp = gear.degree("tp"), gear.degree("sp")
-    heads = config.num_attention_heads
+    if tp == sp == 1:
+        return
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise UserError(
+            f"{gear.path}: {config.model_type} has no attention heads to divide; use accelerate_configs/fsdp.yaml"
+        )
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     named = f"{heads} attention heads" + (f" and {key_heads} key-value heads" if key_heads != heads else "")
     plan = getattr(config, "base_model_tp_plan", None) or {}

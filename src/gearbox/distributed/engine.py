@@ -182,8 +182,11 @@ def precision(gear: Gear) -> str:
     return "no" if runs_on_cpu() else gear.precision
 
 
-def create_accelerator(job: Job) -> Accelerator:
-    """Return the Accelerator of the job's gear. Call it after `join_process_group`."""
+def create_accelerator(job: Job, has_unreached: bool = False) -> Accelerator:
+    """Return the Accelerator of the job's gear. Call it after `join_process_group`.
+
+    `has_unreached` is True if some parameters get no gradient. DDP would wait for them forever, unless it looks.
+    """
     gear = job.gear
     options: dict[str, Any] = {"mixed_precision": precision(gear)}
     # Micro-batches come as lists, not from a data loader, so only their number decides when gradients are reduced.
@@ -214,7 +217,9 @@ def create_accelerator(job: Job) -> Accelerator:
     if gear.engine == "ddp":
         from accelerate.utils import DistributedDataParallelKwargs
 
-        options["kwargs_handlers"] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+        options["kwargs_handlers"] = [
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=has_unreached)
+        ]
     return Accelerator(**options)
 
 

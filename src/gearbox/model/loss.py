@@ -24,7 +24,23 @@ from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 if TYPE_CHECKING:
     from peft import PeftModel
 
+PairOfTensors = tuple[torch.Tensor, torch.Tensor]
 CHUNK_TOKENS = 1024  # tokens with logits at one time: for Qwen2.5 0.6 GB in fp32 (x 152,064), not 5 GB for 4 x 2,048
+
+
+@dataclass(frozen=True)
+class LossPath:
+    """How a model's loss is computed. `probes.check_loss` chooses a path that gives the model's own loss."""
+
+    own_logits: bool = False
+    """Use the logits of the model's own forward, all at once, because more than a head follows the decoder."""
+    own_positions: bool = False
+    """Let the model number the positions. Packed documents are then not isolated."""
+
+    def describe(self) -> str:
+        """Return the text of the plan's line about the loss, or "" for the usual path."""
+        parts = ["full logits of the model's own forward, which take more memory"] if self.own_logits else []
+        return ", ".join([*parts, "the model's own positions"] if self.own_positions else parts)
 
 
 def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None = None) -> None:
@@ -46,6 +62,7 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     uses_flash = str(causal_lm.config._attn_implementation).startswith("flash")
     causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
     causal_lm.router_sum = 0.0
+    causal_lm.loss_path = LossPath()
     decoder = decoder_of(causal_lm)
     forward = _forward_with_loss(causal_lm.forward, decoder, head, uses_flash)
     causal_lm.forward = types.MethodType(forward, causal_lm)
@@ -57,28 +74,33 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
 
 def _forward_with_loss(
     usual_forward: Callable[..., ModelOutput], decoder: nn.Module, head: nn.Module | None, uses_flash: bool
-) -> Callable[..., ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+) -> Callable[..., ModelOutput | torch.Tensor | PairOfTensors]:
     """Return a causal language model's forward that returns the loss instead of logits if labels are given."""
 
     def forward(
         self: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
-    ) -> ModelOutput | torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> ModelOutput | torch.Tensor | PairOfTensors:
         if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
-        positions = cast("torch.Tensor | None", inputs.get("position_ids"))
+        positions = None if self.loss_path.own_positions else cast("torch.Tensor | None", inputs.get("position_ids"))
         if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
-        decoded = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
-        if head is None or labels is None:
-            return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
-        result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
+        if self.loss_path.own_logits and labels is not None:
+            placed = {} if positions is None else {"position_ids": positions}
+            decoded = usual_forward(input_ids=input_ids, **placed, **options)
+            result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten())
+        else:
+            decoded = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
+            if head is None or labels is None:
+                return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
+            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
         if not torch.is_grad_enabled():
             losses, hits = result
             return losses.view(shape), hits.view(shape)
-        loss: torch.Tensor = result
-        if options:
+        loss = cast(torch.Tensor, result)
+        if options and len(decoded.router_logits):
             num_chosen = self.config.get_text_config().num_experts_per_tok
             imbalance = load_balance_loss(decoded.router_logits, labels, num_chosen)
             self.router_sum = self.router_sum + imbalance.detach()
@@ -88,9 +110,17 @@ def _forward_with_loss(
     return forward
 
 
+def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | PairOfTensors:
+    """Return what `ChunkedLoss` returns, given all logits [N, V] and labels [N]."""
+    if torch.is_grad_enabled():
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return losses, logits.argmax(-1) == labels
+
+
 def _head_forward_with_loss(
     chunked: ChunkedLoss,
-) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+) -> Callable[..., torch.Tensor | PairOfTensors]:
     """Return an output head's forward that returns the loss instead of logits if labels are given.
 
     The head is called once for all chunks, so ZeRO-3 and FSDP gather its weight once. An adapted head contains further
@@ -99,7 +129,7 @@ def _head_forward_with_loss(
 
     def forward(
         self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | PairOfTensors:
         if labels is None:
             return chunked.usual_forward(hidden)
         return chunked.total(hidden, labels) if torch.is_grad_enabled() else chunked.by_token(hidden, labels)
@@ -132,7 +162,7 @@ class ChunkedLoss:
         ]
         return torch.stack(losses).sum()
 
-    def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> PairOfTensors:
         """Return each token's loss and whether the most likely token is the target, both [N]."""
         losses, hits = [], []
         for h, y in _chunks(hidden, labels):
@@ -149,7 +179,7 @@ class ChunkedLoss:
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
 
-def _chunks(hidden: torch.Tensor, labels: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(hidden: torch.Tensor, labels: torch.Tensor) -> list[PairOfTensors]:
     return list(zip(torch.split(hidden, CHUNK_TOKENS), torch.split(labels, CHUNK_TOKENS), strict=True))
 
 

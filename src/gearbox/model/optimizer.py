@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 
 import torch
 
 from gearbox.config.recipe import Optim, Schedule
+from gearbox.model.probes import numberless
 
 
-def make_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
+def make_optimizer(model: torch.nn.Module, optim: Optim, unreached: Collection[str] = ()) -> torch.optim.Optimizer:
     """Return AdamW over the trainable weights.
 
     Biases, norms and DoRA magnitudes are exempt from weight decay, because zero is not a neutral value for them.
+    Weights that get no gradient, `unreached` by the loss (`probes.unreached_parameters`), are exempt as well: some
+    engines would decay them and others would not.
     """
     decayed: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
     seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
+    still = {parameter for name, parameter in model.named_parameters() if numberless(name) in unreached}
     for module in model.modules():
         is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                (exempt if is_norm or name == "bias" else decayed).append(parameter)
+                (exempt if is_norm or name == "bias" or parameter in still else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if optim.name == "adamw":

@@ -1,38 +1,111 @@
-"""Check the real model before training: our loss equals its own, and packed documents do not leak."""
+"""Check the real model before training: our loss equals its own, it is causal, and packed documents do not leak."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
 from gearbox.distributed.engine import Engine
-from gearbox.errors import UserError
+from gearbox.distributed.unwrap import text_class, without_adapter
+from gearbox.errors import UserError, one_line_with_type
+from gearbox.model.loss import LossPath
+from gearbox.model.random_init import shrink_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 
-def check_loss(model: torch.nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> None:
-    """Compare the loss with plain cross entropy on the model's own logits. Raise UserError if they differ.
+NUM_TOKENS = 16  # of the row that compares losses
+NUM_NARROW_TOKENS = 512  # of the row that finds parameters without a gradient
 
-    Some families transform their logits in ways that _logit_shape does not know. Every rank must call this, on the
-    wrapped model.
+
+@torch.no_grad()
+def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> str:
+    """Choose the path on which the loss is plain cross entropy on the model's own logits, and describe it.
+
+    Raise UserError if there is none, or if the model reads the tokens that it is to predict. Some families transform
+    their logits in ways that `_logit_shape` does not know, or number their positions differently. Every rank must call
+    this, on the wrapped model.
     """
-    tokens = torch.arange(1, 17, device=device)[None] % num_tokens
-    positions = torch.arange(16, device=device)[None]
+    causal_lm = without_adapter(unwrapped)
+    family = causal_lm.config.model_type
+    tokens = torch.arange(1, NUM_TOKENS + 1, device=device)[None] % num_tokens
     labels = tokens.roll(-1, 1)
+    row = {"position_ids": torch.arange(NUM_TOKENS, device=device)[None], "labels": labels}
     model.eval()
-    with torch.no_grad():
-        ours, _ = model(input_ids=tokens, position_ids=positions, labels=labels)
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-    model.train()
-    theirs = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").item()
-    if not abs(ours.sum().item() - theirs) <= tolerance * abs(theirs):
+    theirs, own_positions = _own_losses(model, tokens, family)
+    for path in (LossPath(False, own_positions), LossPath(True, own_positions)):
+        causal_lm.loss_path = path
+        ours = model(input_ids=tokens, **row)[0]
+        if abs(ours.sum().item() - theirs.sum().item()) <= tolerance * abs(theirs.sum().item()):
+            break
+    else:
         raise UserError(
-            f"model.name: this family transforms its logits in an unknown way (model's loss {theirs:.5g}, ours "
-            f"{ours.sum().item():.5g}); extend _logit_shape in src/gearbox/model/loss.py"
+            f"model.name: the family {family} transforms its logits in an unknown way (model's loss "
+            f"{theirs.sum().item():.5g}, ours {ours.sum().item():.5g})"
         )
+    changed = tokens.clone()
+    changed[:, -1] = (tokens[:, -1] + num_tokens // 2) % num_tokens
+    change = (model(input_ids=changed, **row)[0] - ours)[:, :-1].abs().max().item()
+    model.train()
+    if not change <= 10 * tolerance:
+        raise UserError(
+            f"model.name: the family {family} reads the tokens that it is to predict (a later token changes a loss by "
+            f"{change:.2g}); use a causal model, or set is_decoder in its config.json if it has that key"
+        )
+    return path.describe()
+
+
+def _own_losses(model: nn.Module, tokens: torch.Tensor, family: str) -> tuple[torch.Tensor, bool]:
+    """Return the loss of each token by the model's own forward, [1, T], and whether it numbers positions differently.
+
+    Raise UserError if the model cannot read a row of tokens.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    try:
+        logits = model(input_ids=tokens).logits.float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a family can raise anything
+        reason = one_line_with_type(error, 200)
+        raise UserError(f"model.name: the family {family} cannot be trained on text: {reason}") from None
+    try:
+        numbered = model(input_ids=tokens, position_ids=positions).logits.float()
+    except TypeError:
+        numbered = torch.full_like(logits, torch.inf)
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten(), reduction="none")
+    return losses[None], not (numbered - logits).abs().max() <= 1e-3 * logits.abs().max()
+
+
+def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the parameters that get no gradient from the loss, by name, with * in place of each number.
+
+    Examples are poolers and the indexers of sparse attention. They are found on a narrow copy with random weights. Call
+    this before Accelerate starts, because ZeRO-3 would shard the copy.
+    """
+    try:
+        narrow = shrink_config(config, tokenizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = text_class(narrow)(narrow).float()
+            tokens = torch.randint(1, narrow.get_text_config().vocab_size, (1, NUM_NARROW_TOKENS))
+            model(input_ids=tokens, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    except Exception:  # `check_loss` reports a family that cannot be trained
+        return set()
+    named = [(numberless(name), parameter) for name, parameter in model.named_parameters()]
+    return {name for name, _ in named} - {name for name, parameter in named if parameter.grad is not None}
+
+
+def numberless(name: str) -> str:
+    """Return a parameter's name with * in place of each number."""
+    return re.sub(r"\d+", "*", name)
 
 
 def packing_leak(

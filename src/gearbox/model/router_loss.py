@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 
 from gearbox.data.batches import IGNORE_INDEX
-from gearbox.distributed.unwrap import decoder_of, without_adapter
+from gearbox.distributed.unwrap import without_adapter
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, num_chosen: int) -> torch.Tensor:
@@ -51,13 +52,21 @@ def pop_router_loss(model: torch.nn.Module) -> torch.Tensor:
     return torch.as_tensor(router_sum, device=next(model.parameters()).device)
 
 
+def has_router_loss(config: PretrainedConfig) -> bool:
+    """Return True for a mixture of experts whose config has a factor for the loss, and whose class gives its inputs."""
+    text = config.get_text_config()
+    decoder_class = transformers.MODEL_MAPPING.get(type(text), None)
+    outputs = getattr(decoder_class, "_can_record_outputs", None) or {}
+    has_factor = getattr(text, "router_aux_loss_coef", None) is not None
+    return has_factor and "router_logits" in outputs and hasattr(text, "num_experts_per_tok")
+
+
 def resolve_router_weight(causal_lm: PreTrainedModel, requested: float | None) -> float:
     """Return the requested factor of the router loss, else the one in the model's config; 0 for a dense model."""
-    config = causal_lm.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    weight = (own or 0.0) if requested is None else requested
-    outputs = getattr(decoder_of(causal_lm), "_can_record_outputs", None) or {}
-    if weight and (own is None or "router_logits" not in outputs or not hasattr(config, "num_experts_per_tok")):
+    own = getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None)
+    has_loss = has_router_loss(causal_lm.config)
+    weight = (own or 0.0) * has_loss if requested is None else requested
+    if weight and not has_loss:
         raise UserError(
             f"model.router_loss: {causal_lm.config.model_type} is not a mixture of experts with a load-balancing loss; "
             f"set it to {'null' if own is None else '0'}"

@@ -26,7 +26,7 @@ from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
-from gearbox.model.router_loss import router_weight
+from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
 from gearbox.training import run_folder
@@ -105,14 +105,16 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
     config = loading.architecture(source, recipe.model)
-    check_architecture(gear, config, recipe.model.router_loss)
+    check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
-    accelerator = engines.create_accelerator(job)  # before loading, because ZeRO-3 shards the model while it loads
+    unreached = probes.unreached_parameters(config, tokenizer)
+    # Before loading, because ZeRO-3 shards the model while it loads.
+    accelerator = engines.create_accelerator(job, bool(unreached))
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
-    model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim))
+    model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype)
 
@@ -124,7 +126,9 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
         engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
     )
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
-    probes.check_loss(engine.model, len(data.tokenizer), engine.device, tolerance)
+    path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
+    if path:
+        facts.lines["loss"] = path
     return facts
 
 
