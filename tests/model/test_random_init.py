@@ -16,6 +16,54 @@ def test_a_rehearsal_has_few_experts():
     assert made.model.layers[0].mlp.experts.down_proj.shape == (4, 64, 64)
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    {
+        "bamba": 2,
+        "deepseek_v3": 2,  # a dense layer, a layer of experts
+        "dots3_note_text": 3,  # its kinds differ in their sizes
+        "falcon_h1": 2,
+        "gemma3": 2,  # nested configs
+        "gemma3n_text": 6,  # each kind with and without keys of its own, and with and without sparsity
+        "gpt_neo": 2,
+        "hrm_text": 16,  # passes through two stacks of two layers
+        "jamba": 2,
+        "lfm2": 2,
+        "llama4_text": 2,
+        "mamba2": 2,
+        "mllama": 2,
+        "qwen3_next": 2,
+        "recurrent_gemma": 3,
+        "xlstm": 2,
+        "zamba": 3,  # two hybrid layers that share their weights
+    }.items(),
+)
+def test_a_rehearsal_of_any_family_has_a_narrow_layer_of_each_kind(family, layers):
+    config = transformers.CONFIG_MAPPING[family]()
+    narrow = random_init.shrink_config(config, TOKENIZER)
+    text = narrow.get_text_config()
+    assert (text.num_hidden_layers, text.vocab_size, text.eos_token_id) == (layers, 260, TOKENIZER.eos_token_id)
+    assert {*(getattr(text, "layer_types", None) or [])} == {*(getattr(config.get_text_config(), "layer_types", []))}
+    made = transformers.AutoModelForCausalLM.from_config(narrow)
+    assert sum(p.numel() for p in made.parameters()) < 1e6
+    assert made(torch.arange(20)[None], use_cache=False).logits.shape == (1, 20, 260)
+
+
+def test_rotary_factors_fit_the_narrow_heads():
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config = transformers.Phi3Config(rope_parameters=scaling | {"original_max_position_embeddings": 4096})
+    narrow = random_init.shrink_config(config, TOKENIZER)
+    assert transformers.Phi3ForCausalLM(narrow)(torch.arange(20)[None]).logits.shape == (1, 20, 260)
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
+    narrow = random_init.shrink_config(transformers.Qwen3Config(head_dim=128, rope_parameters=sections), TOKENIZER)
+    assert narrow.rope_parameters["mrope_section"] == [4, 2, 2]
+
+
+def test_a_rehearsal_of_a_quantized_model_is_not_quantized():
+    config = transformers.GptOssConfig(quantization_config={"quant_method": "mxfp4"})
+    assert not hasattr(random_init.shrink_config(config, TOKENIZER), "quantization_config")
+
+
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
 CONFIGS = sorted((ROOT / "recipes/architectures").glob("*.json"))
 

@@ -6,7 +6,6 @@ python tests/support/zoo.py [FAMILY ...] [--gears single ddp]     run the named 
 """
 
 import argparse
-import importlib
 import json
 import math
 import re
@@ -27,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from gearbox import ROOT
+from support import ranks
 from support.documents import make_chats
 from support.methods import METHODS
-from support import ranks
 from support.ranks import run_ranks, skip_loading_back
 
 RESULTS = ROOT / ".zoo" / "results.json"
@@ -137,7 +136,7 @@ def warm(family: str) -> None:
     try:
         config = CONFIG_MAPPING[family]
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
-    except Exception:  # noqa: S110  the run shows it
+    except Exception:
         pass
 
 
@@ -149,7 +148,7 @@ def verdict(results: dict, column: str) -> str:
         return "fails"
     if "refused" in result:
         return "refused"
-    gear, method = COLUMNS[column]
+    gear, _ = COLUMNS[column]
     losses = result["losses"]
     if not all(map(math.isfinite, losses)):
         return "nan"

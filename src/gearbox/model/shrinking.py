@@ -1,4 +1,4 @@
-"""Shrink a model's config for a rehearsal: one narrow layer of each kind, with any family's names for its sizes."""
+"""Shrink a model's config for a rehearsal: a narrow layer of each kind, whatever names its family has for sizes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ LAST_LAYERS = re.compile(r"num_kv_shared_layers")
 LAYER_INDICES = re.compile(r".*(layers|_layer_ids|_indices|_indexes|_idxs)")
 KEY_HEADS = re.compile(r"(.*_)?(key_value|kv)(_n)?_heads|kv_n_heads|num_query_groups|(linear_)?num_key_heads")
 VOCABULARY = re.compile(r"((decoder|unpadded|ngram|audio)_)?vocab_size(_per_layer_input|_base)?|.*_group_vocab")
+WIDTHS = r".*hidden_size.*|d_model|n_embd|dim|emb_dim|.*embed(ding)?_(proj_)?(dim|size)|lru_width|adapter_.+_(dim|size)"
 # The first pattern that matches a key gives its size. A size never grows. Other keys keep their values.
 SIZES = [
     (re.compile(pattern), size)
@@ -38,9 +39,11 @@ SIZES = [
         r".*_layer_period": 2,
         r".*_layer_offset": 1,
         r"hidden_size_per_layer_input": 16,
-        r".*hidden_size.*|d_model|n_embd|dim|emb_dim|.*embed(ding)?_(proj_)?(dim|size)|lru_width|adapter_(in_dim|out_dim|input_size)": WIDTH,
+        WIDTHS: WIDTH,
     }.items()
 ]
+# The number of heads of a state space model, and their size.
+STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("n_mamba_heads", "mamba_headdim"), ("num_heads", "head_dim"))
 
 
 def shrink(sizes: dict[str, Any], vocabulary: int, num_layers: int) -> dict[str, Any]:
@@ -60,29 +63,30 @@ class _Shrinker:
     num_layers: int
 
     def result(self) -> dict[str, Any]:
-        small = {key: self.value(key, value) for key, value in self.sizes.items()}
+        """Return all keys with their small values. Random weights are not quantized."""
+        small: dict[str, Any] = {key: self.value(key, value) for key, value in self.sizes.items()}
+        small.pop("quantization_config", None)
         if small.get("num_layers_per_stack"):  # HRM counts each pass through its stacks
             passes = self.sizes["num_hidden_layers"] // self.sizes["num_layers_per_stack"]
             small["num_hidden_layers"] = small["num_layers_per_stack"] * passes
-        small |= self.state_heads(small)
         if "qk_dim_factor" in small:  # xLSTM rounds its sizes up to multiples of 64
             small["qk_dim_factor"] = 1.0
+        for heads, size in STATE_HEADS:
+            if small.get(heads) and small.get(size) and ("mamba" in heads or "state_size" in small):
+                inner = small.get("mamba_d_ssm") or WIDTH * small.get("mamba_expand", small.get("expand", 2))
+                small[heads] = inner // small[size]
         return small
 
-    def value(self, key: str, value: Any) -> Any:
+    def value(self, key: str, value: object) -> object:
         """Return the small value of a key."""
-        if key == "per_layer_config" and value:
-            inner = {int(i): shrink(one, self.vocabulary, self.num_layers) for i, one in value.items()}
-            return {self.kept.index(i): one for i, one in inner.items() if i in self.kept}
-        if isinstance(value, dict):
-            return (
-                value if key.startswith(("rope", "id2", "label2")) else shrink(value, self.vocabulary, self.num_layers)
-            )
         if isinstance(value, list):
-            return self.list_of(key, value)
-        return self.size(key, value) if isinstance(value, int) and not isinstance(value, bool) else value
+            return self.of_list(key, value)
+        if isinstance(value, dict):
+            return self.of_dict(key, value)
+        return self.size(key, value) if type(value) is int else value
 
-    def list_of(self, key: str, values: list[Any]) -> list[Any]:
+    def of_list(self, key: str, values: list[Any]) -> list[Any]:
+        """Return the small value of a list. A list with an item for each layer keeps those of the kept layers."""
         if self.are_indices(key, values):
             return [self.kept.index(i) for i in values if i in self.kept]
         if key == "attention_types":  # GPT-Neo: [[kinds, how often]]
@@ -93,44 +97,63 @@ class _Shrinker:
             values = [values[i] for i in self.kept]
         return [self.size(key, value) if type(value) is int else value for value in values]
 
+    def of_dict(self, key: str, values: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the small value of a nested config, of rotary settings, or of settings by layer."""
+        if key.startswith("rope"):
+            return self.rotation(values)
+        if key in ("id2label", "label2id"):
+            return values
+        if key == "per_layer_config":
+            return {
+                self.kept.index(int(i)): shrink(one, self.vocabulary, self.num_layers)
+                for i, one in values.items()
+                if int(i) in self.kept
+            }
+        return shrink(values, self.vocabulary, self.num_layers)
+
     def size(self, key: str, value: int) -> int:
         """Return the small value of an integer."""
         if FIRST_LAYERS.fullmatch(key):
             return sum(i < value for i in self.kept)
         if LAST_LAYERS.fullmatch(key):
             return sum(i >= self.count - value for i in self.kept)
-        if LAYERS.fullmatch(key):
-            return min(value, len(self.kept))
-        if VOCABULARY.fullmatch(key):
-            return min(value, self.vocabulary)
-        if KEY_HEADS.fullmatch(key):
-            return min(value, max(1, HEADS * value // self.query_heads(key, value)))
         if key == "head_dim" and "qk_rope_head_dim" in self.sizes:  # either the rotated part, or both parts
             return ROPE_DIM if value == self.sizes["qk_rope_head_dim"] else HEAD_DIM + ROPE_DIM
-        return min(value, next((size for pattern, size in SIZES if pattern.fullmatch(key)), value))
+        if LAYERS.fullmatch(key):
+            small = len(self.kept)
+        elif VOCABULARY.fullmatch(key):
+            small = self.vocabulary
+        elif KEY_HEADS.fullmatch(key):
+            small = max(1, HEADS * value // self.query_heads(key, value))
+        else:
+            small = next((size for pattern, size in SIZES if pattern.fullmatch(key)), value)
+        return min(value, small)
 
-    def query_heads(self, key: str, default: int) -> int:
-        """Return the number of heads that share the key heads `key`."""
-        others = (
-            ("linear_num_value_heads",)
-            if key.startswith("linear")
-            else ("swa_num_attention_heads" if key.startswith("swa") else "num_attention_heads", "n_heads", "n_head")
-        )
-        found = next((self.sizes[name] for name in others if self.sizes.get(name)), default)
-        return max(found, default)
+    def rotation(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return rotary settings with shorter lists: they have a number for every rotated pair of a head."""
+        head = self.sizes.get("qk_rope_head_dim") or self.sizes.get("head_dim")
+        head = head or self.sizes["hidden_size"] // self.sizes["num_attention_heads"]
+        small_head = self.size("head_dim", head)
+        small = dict(settings)
+        for key, value in settings.items():
+            if isinstance(value, dict):  # one for each kind of layer
+                small[key] = self.rotation(value)
+            elif key in ("short_factor", "long_factor"):
+                small[key] = value[: len(value) * small_head // head]
+            elif key == "mrope_section":
+                parts = [part * small_head // head for part in value]
+                missing = sum(value) * small_head // head - sum(parts)
+                small[key] = [part + (i < missing) for i, part in enumerate(parts)]
+        return small
 
-    def state_heads(self, small: dict[str, Any]) -> dict[str, int]:
-        """Return the number of heads of a state space model: its inner width divided by their size."""
-        expand = small.get("mamba_expand", small.get("expand", 2))
-        inner = small.get("mamba_d_ssm") or expand * WIDTH
-        for heads, size in (
-            ("mamba_n_heads", "mamba_d_head"),
-            ("n_mamba_heads", "mamba_headdim"),
-            ("num_heads", "head_dim"),
-        ):
-            if isinstance(small.get(heads), int) and small.get(size) and ("mamba" in heads or "state_size" in small):
-                return {heads: inner // small[size]}
-        return {}
+    def query_heads(self, key: str, key_heads: int) -> int:
+        """Return the number of heads that share the key heads of `key`."""
+        names = ["num_attention_heads", "n_heads", "n_head"]
+        if key.startswith("linear"):
+            names = ["linear_num_value_heads"]
+        elif key.startswith("swa"):
+            names = ["swa_num_attention_heads"]
+        return max(key_heads, *(self.sizes.get(name) or 0 for name in names))
 
     def are_indices(self, key: str, values: list[Any]) -> bool:
         """Return whether a list names layers by their indices, in ascending order."""
@@ -141,31 +164,33 @@ class _Shrinker:
     @cached_property
     def count(self) -> int:
         """The number of layers."""
-        if self.sizes.get("num_layers_per_stack"):
-            return int(self.sizes["num_layers_per_stack"])
+        if stacked := self.sizes.get("num_layers_per_stack"):
+            return int(stacked)
         counts = [value for key, value in self.sizes.items() if LAYERS.fullmatch(key) and type(value) is int]
         return max([*counts, len(self.sizes.get("layers_block_type") or [])])
 
     @cached_property
     def kept(self) -> list[int]:
         """The indices of the layers to keep: the first of each kind, and then the first ones."""
-        kinds: list[list[object]] = []
-        num_layers = self.num_layers
-        per_layer = {int(i): str(one) for i, one in (self.sizes.get("per_layer_config") or {}).items()}
-        kinds.append([per_layer.get(i) for i in range(self.count)])
-        for key, value in self.sizes.items():
-            if isinstance(value, list) and self.are_indices(key, value):
-                kinds.append([i in value for i in range(self.count)])
-            elif isinstance(value, list) and len(value) == self.count:
-                kinds.append([str(one) for one in value])
-            elif isinstance(value, list) and key == "block_types":  # RecurrentGemma repeats them
-                num_layers = max(num_layers, len(value))
-            elif type(value) is int and FIRST_LAYERS.fullmatch(key):
-                kinds.append([i < value for i in range(self.count)])
-            elif type(value) is int and LAST_LAYERS.fullmatch(key):
-                kinds.append([i >= self.count - value for i in range(self.count)])
-        found = list(zip(*kinds, strict=True))
-        # Zamba's hybrid layers share their weights, so that one of them is not enough.
-        kept = [i for i, kind in enumerate(found) if found[:i].count(kind) < 1 + ("hybrid" in kind)]
+        kinds = list(zip(*(self.kinds_by(key, value) for key, value in self.sizes.items()), strict=True))
+        # Zamba's hybrid layers share their weights, so one of them is not enough.
+        kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 1 + ("hybrid" in kind)]
         others = [i for i in range(self.count) if i not in kept]
-        return sorted(kept + others[: max(0, num_layers - len(kept))])
+        needed = max(self.num_layers, len(self.sizes.get("block_types") or []))  # RecurrentGemma repeats them
+        return sorted(kept + others[: max(0, needed - len(kept))])
+
+    def kinds_by(self, key: str, value: object) -> list[object]:
+        """Return what a key of the config tells layers apart by: an item for each layer."""
+        layers = range(self.count)
+        if isinstance(value, list) and self.are_indices(key, value):
+            return [i in value for i in layers]
+        if isinstance(value, list) and len(value) == self.count:
+            return [str(one) for one in value]
+        if isinstance(value, dict) and key == "per_layer_config":
+            settings = {int(i): str(one) for i, one in value.items()}
+            return [settings.get(i) for i in layers]
+        if type(value) is int and FIRST_LAYERS.fullmatch(key):
+            return [i < value for i in layers]
+        if type(value) is int and LAST_LAYERS.fullmatch(key):
+            return [i >= self.count - value for i in layers]
+        return [None] * self.count
