@@ -67,6 +67,7 @@ MISSING = {
         "indexer_compress_ratio": 4,
     },
 }  # fmt: skip
+MISSING["emu3"] = {"vocabulary_map": {"<image>": 200}}
 MISSING["qwen4_exp"] = {"text_config": MISSING["qwen4_exp_text"]}
 
 

@@ -8,11 +8,12 @@ from uuid import uuid4
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import unwrap
+from gearbox.errors import UserError, one_line
 from gearbox.model import loading, shrinking
 from gearbox.world import World
 
@@ -35,6 +36,16 @@ def shrink_config(
     return small
 
 
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model with random weights, and with its towers if it has any. Raise UserError if its family cannot."""
+    full_class = unwrap.model_class(config)
+    assert full_class is not None, "load_config has checked it"
+    try:
+        return full_class(config)
+    except Exception as error:  # any code of a family, which may need a package, or a value that its config lacks
+        raise UserError(f"model.name: {config.model_type} cannot be built from its config: {one_line(error)}") from None
+
+
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
     """Write random weights to a folder that every gear loads like pretrained weights.
 
@@ -44,9 +55,7 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
     """
     aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share a folder and process ids
     transformers.set_seed(seed)
-    full_class = unwrap.model_class(config)
-    assert full_class is not None, "load_config has checked it"
-    model = full_class(config)
+    model = build(config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
     try:
         with filesystem.atomic_folder(folder, aside) as filled:

@@ -40,6 +40,7 @@ SIZES = [
         r".*_layer_offset": 1,
         r"hidden_size_per_layer_input": 16,
         WIDTHS: WIDTH,
+        r"base_channels": 32,
     }.items()
 ]
 # The number of heads of a state space model, and their size.
@@ -131,20 +132,23 @@ class _Shrinker:
 
     def rotation(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return rotary settings with shorter lists: they have a number for every rotated pair of a head."""
-        head = self.sizes.get("qk_rope_head_dim") or self.sizes.get("head_dim")
-        head = head or self.sizes["hidden_size"] // self.sizes["num_attention_heads"]
-        small_head = self.size("head_dim", head)
         small = dict(settings)
         for key, value in settings.items():
             if isinstance(value, dict):  # one for each kind of layer
                 small[key] = self.rotation(value)
             elif key in ("short_factor", "long_factor"):
-                small[key] = value[: len(value) * small_head // head]
+                small[key] = value[: self.of_pairs(len(value))]
             elif key == "mrope_section":
-                parts = [part * small_head // head for part in value]
-                missing = sum(value) * small_head // head - sum(parts)
+                parts = [self.of_pairs(part) for part in value]
+                missing = self.of_pairs(sum(value)) - sum(parts)
                 small[key] = [part + (i < missing) for i, part in enumerate(parts)]
         return small
+
+    def of_pairs(self, count: int) -> int:
+        """Return how many of a head's rotated pairs remain."""
+        head: int = self.sizes.get("qk_rope_head_dim") or self.sizes.get("head_dim") or 0
+        head = head or self.sizes["hidden_size"] // self.sizes["num_attention_heads"]
+        return count * self.size("head_dim", head) // head
 
     def query_heads(self, key: str, key_heads: int) -> int:
         """Return the number of heads that share the key heads of `key`."""
