@@ -150,6 +150,7 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
             use_rslora=adapter.rslora,
             use_dora=adapter.method == "dora",
             target_modules=_targets(model, recipe),
+            exclude_modules=_special_layers(model) if adapter.targets == "all-linear" else None,
         )
     config.lora_dropout, config.revision = adapter.dropout, recipe.model.revision
     return config
@@ -170,10 +171,28 @@ def _init_adapter(model: PeftModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the layers that all-linear means: every linear layer except the output head."""
+    """Return the names of the layers that all-linear means: every linear layer except the output head.
+
+    Routers that a family derives from a linear layer (Llama 4) return more than one tensor, so they are excluded too.
+    """
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module is not head and not _is_special(module)
+    ]
+
+
+def _special_layers(model: PreTrainedModel) -> list[str] | None:
+    """Return the names of the linear layers that all-linear excludes because their family changes them, or None."""
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name, module in linear if _is_special(module)] or None
+
+
+def _is_special(module: nn.Module) -> bool:
+    """Return True for a layer whose family defines its forward."""
+    return type(module).forward.__module__.startswith("transformers.models.")
 
 
 def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:

@@ -53,6 +53,8 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
     A rehearsal of a model that is not on this machine uses the tokenizer of recipes/tiny.
     """
     try:
+        if _lacks_tokenizer(Path(model.name)):  # transformers would create an empty one for some families
+            raise OSError(f"{model.name} has no tokenizer files, such as tokenizer.json; copy them from the same model")
         tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
     except Exception as error:
         if not rehearse:
@@ -68,6 +70,14 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
         raise UserError(f"model.add_tokens: {known[0]!r} is already a token of {model.name}; remove it")
     tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
     return tokenizer
+
+
+def _lacks_tokenizer(folder: Path) -> bool:
+    """Return True for a local folder without any file of a tokenizer."""
+    kinds = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken", "bpe")
+    return folder.is_dir() and not any(
+        path.name.startswith(kinds) or path.suffix in (".model", ".tiktoken", ".bpe") for path in folder.iterdir()
+    )
 
 
 def load_config(model: Model, rehearse: bool) -> PretrainedConfig:

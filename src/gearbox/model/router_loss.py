@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,12 +54,13 @@ def pop_router_loss(model: torch.nn.Module) -> torch.Tensor:
 
 
 def has_router_loss(config: PretrainedConfig) -> bool:
-    """Return True for a mixture of experts whose config has a factor for the loss, and whose class gives its inputs."""
+    """Return True for a mixture of experts that has such a loss in transformers (Llama 4 has only the factor)."""
     text = config.get_text_config()
     decoder_class = transformers.MODEL_MAPPING.get(type(text), None)
     outputs = getattr(decoder_class, "_can_record_outputs", None) or {}
+    is_known = hasattr(sys.modules.get(getattr(decoder_class, "__module__", "")), "load_balancing_loss_func")
     has_factor = getattr(text, "router_aux_loss_coef", None) is not None
-    return has_factor and "router_logits" in outputs and hasattr(text, "num_experts_per_tok")
+    return is_known and has_factor and "router_logits" in outputs and hasattr(text, "num_experts_per_tok")
 
 
 def resolve_router_weight(causal_lm: PreTrainedModel, requested: float | None) -> float:
