@@ -150,7 +150,7 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
             use_rslora=adapter.rslora,
             use_dora=adapter.method == "dora",
             target_modules=_targets(model, recipe),
-            exclude_modules=_special_layers(model) if adapter.targets == "all-linear" else None,
+            exclude_modules=special_layers(model) or None if adapter.targets == "all-linear" else None,
         )
     config.lora_dropout, config.revision = adapter.dropout, recipe.model.revision
     return config
@@ -171,28 +171,28 @@ def _init_adapter(model: PeftModel, seed: int) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the layers that all-linear means: every linear layer except the output head.
-
-    Routers that a family derives from a linear layer (Llama 4) return more than one tensor, so they are excluded too.
-    """
+    """Return the names of the layers that all-linear means: every linear layer but the output head and special ones."""
     kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
-    head = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, kinds) and module is not head and not _is_special(module)
-    ]
+    excluded = {*special_layers(model), *(n for n, m in model.named_modules() if m is model.get_output_embeddings())}
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and name not in excluded]
 
 
-def _special_layers(model: PreTrainedModel) -> list[str] | None:
-    """Return the names of the linear layers that all-linear excludes because their family changes them, or None."""
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name, module in linear if _is_special(module)] or None
+def special_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers that are neither adapted by all-linear nor quantized.
 
-
-def _is_special(module: nn.Module) -> bool:
-    """Return True for a layer whose family defines its forward."""
-    return type(module).forward.__module__.startswith("transformers.models.")
+    Some are of a class that computes something else, such as Llama 4's router. The kernels of Mamba read the weights
+    of two layers, and so does Gemma 3n: these would bypass an adapter without a word.
+    """
+    names = []
+    for name, module in model.named_modules():
+        parent, _, own_name = name.rpartition(".")
+        forward = type(module).forward
+        is_changed = forward.__module__.startswith("transformers.models.") and type(module).__name__ != "FalconLinear"
+        is_read = own_name in ("out_proj", "dt_proj") and hasattr(model.get_submodule(parent), "A_log")
+        is_read |= own_name in ("correction_coefs", "prediction_coefs")
+        if isinstance(module, nn.Linear) and (is_changed or is_read):
+            names.append(name)
+    return names
 
 
 def _targets(model: PreTrainedModel, recipe: Recipe) -> str | list[str]:

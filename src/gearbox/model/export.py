@@ -44,13 +44,21 @@ def save(
             _save_adapter(model, weights, source, aside)
         else:
             model.config.get_text_config().use_cache = True
-            model.config.dtype = model.config.get_text_config().dtype = dtype
             named_as_loaded = revert_weight_conversion(model, weights)
             if is_composite(model.config):
                 named_as_loaded |= _towers(model, named_as_loaded, source)
             model.save_pretrained(aside, state_dict=named_as_loaded, save_original_format=False)
+            _set_dtype(model.config, dtype)  # save_pretrained has written the dtype of the masters
+            model.config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
+
+
+def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Set the dtype in a config and in its parts."""
+    config.dtype = dtype
+    for part in filter(None, (getattr(config, name, None) for name in config.sub_configs)):
+        _set_dtype(part, dtype)
 
 
 def _towers(model: PreTrainedModel, trained: Collection[str], source: str) -> dict[str, torch.Tensor]:

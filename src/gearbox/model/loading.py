@@ -190,9 +190,10 @@ def _load_weights(
     loader = text_class(config) if is_composite(config) else AutoModelForCausalLM
     if stage is not None:
         loader = pipeline_stages.stage_class(config, stage)
-        if model.quantize:  # otherwise each stage would guess which layers (the head) stay unquantized
-            skipped = get_keys_to_not_convert(pipeline_stages.meta_model(config))
-            options["quantization_config"].llm_int8_skip_modules = skipped
+    if model.quantize and model_class(config):  # a pipeline stage cannot know which layer is the head
+        full = pipeline_stages.meta_model(config)
+        skipped = [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
+        options["quantization_config"].llm_int8_skip_modules = skipped
     try:
         loaded = loader.from_pretrained(source, **hub_options(model), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
