@@ -47,7 +47,8 @@ DECODERS = """bert bert-generation big_bird camembert data2vec-text electra erni
 MISSING = {
     **{family: {"is_decoder": True} for family in DECODERS},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
-    **{family: {"head_dim": 128} for family in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{family: {"head_dim": 128} for family in ("hunyuan_v1_dense", "ministral")},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
     "nemotron": {"num_key_value_heads": 8},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "deepseek_v2": {"num_experts_per_tok": 6},
