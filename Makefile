@@ -7,7 +7,7 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults matrix cells commands cluster slurm-test image image-test bench \
+.PHONY: help setup packages train quick test lint faults matrix zoo cells commands cluster slurm-test image image-test bench \
 	pictures schema smollm2 lock clean
 
 help:  ## list the targets
@@ -48,7 +48,10 @@ faults: $(STAMP)  ## inject every fault into real runs (20 min; needs root and s
 matrix: $(STAMP)  ## run every method under every gear, and write docs/matrix.md (15 min)
 	$(BIN)/python tests/support/matrix.py
 
-cells: $(STAMP)  ## check docs/matrix.md: its diagonal, and a daily sample of the other cells
+zoo: $(STAMP)  ## rehearse every model family under several gears, and write docs/models.md (30 min; resumes if stopped)
+	$(BIN)/python tests/support/zoo.py
+
+cells: $(STAMP)  ## check docs/matrix.md and docs/models.md: the matrix's diagonal, and a daily sample of the rest
 	$(BIN)/pytest -m cells
 
 cluster: $(STAMP)  ## train on two hosts that lose their connection (20 min; needs root)

@@ -74,7 +74,7 @@ GIVEN = {family: {"is_decoder": True} for family in DECODERS} | {
 
 
 class Result(NamedTuple):
-    """The result of a rehearsal: its losses, or why there are none."""
+    """The result of a rehearsal: its losses, or the reason for their absence."""
 
     losses: tuple[float, ...] = ()
     packs: bool = True

@@ -265,7 +265,7 @@ class Run(Group):
     dir: str = "runs"
     """Folder that contains the runs."""
     rehearse: bool = False
-    """Train a small stand-in without network: the same architecture with two narrow layers and random weights."""
+    """Train a small stand-in without network: the same architecture with a few narrow layers and random weights."""
     resume: str = "auto"
     """`auto` resumes an unfinished run of that name; `latest` also resumes a finished run, for more steps. `never`
     starts from scratch; a checkpoint folder starts a new run from that checkpoint."""

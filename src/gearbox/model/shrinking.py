@@ -184,7 +184,7 @@ class _Shrinker:
         return sorted(kept + others[: max(0, needed - len(kept))])
 
     def kinds_by(self, key: str, value: object) -> list[object]:
-        """Return what a key of the config tells layers apart by: an item for each layer."""
+        """Return an item for each layer, which differs between layers that this key of the config treats differently."""
         layers = range(self.count)
         if isinstance(value, list) and self.are_indices(key, value):
             return [i in value for i in layers]
