@@ -6,7 +6,8 @@ import transformers
 from safetensors.torch import load_file
 
 from gearbox import ROOT
-from gearbox.model import random_init
+from gearbox.errors import UserError
+from gearbox.model import random_init, shrinking
 
 
 def test_a_rehearsal_has_few_experts():
@@ -57,6 +58,18 @@ def test_rotary_factors_fit_the_narrow_heads():
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}
     narrow = random_init.shrink_config(transformers.Qwen3Config(head_dim=128, rope_parameters=sections), TOKENIZER)
     assert narrow.rope_parameters["mrope_section"] == [4, 2, 2]
+
+
+def test_a_family_that_its_config_cannot_build_is_refused():
+    narrow = random_init.shrink_config(transformers.Dots1Config(), TOKENIZER)  # without the number of its experts
+    with pytest.raises(UserError, match=r"^model.name: dots1 cannot be built from its config: empty\(\).*$"):
+        random_init.build(narrow)
+
+
+def test_a_family_that_cannot_be_shrunk_is_refused(monkeypatch):
+    monkeypatch.setattr(shrinking, "shrink", lambda sizes, *_: sizes | {"num_attention_heads": 3})
+    with pytest.raises(UserError, match=r"^model.name: llama cannot be shrunk: .*not a multiple of .*heads"):
+        random_init.shrink_config(transformers.LlamaConfig(), TOKENIZER)
 
 
 def test_a_rehearsal_of_a_quantized_model_is_not_quantized():

@@ -31,7 +31,10 @@ def shrink_config(
             if key in part:  # some families do not accept None
                 token = getattr(tokenizer, key)
                 part[key] = tokenizer.eos_token_id if token is None else token
-    small = type(config).from_dict(sizes)
+    try:
+        small = type(config).from_dict(sizes)
+    except Exception as error:  # a family checks its sizes in its own way
+        raise UserError(f"model.name: {config.model_type} cannot be shrunk: {one_line(error)}") from None
     small.dtype = torch.float32
     return small
 

@@ -184,7 +184,7 @@ class _Shrinker:
         return sorted(kept + others[: max(0, needed - len(kept))])
 
     def kinds_by(self, key: str, value: object) -> list[object]:
-        """Return an item for each layer, which differs between layers that this key of the config treats differently."""
+        """Return an item for each layer. Layers that this key of the config treats differently have different items."""
         layers = range(self.count)
         if isinstance(value, list) and self.are_indices(key, value):
             return [i in value for i in layers]
