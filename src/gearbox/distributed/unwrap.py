@@ -48,7 +48,10 @@ def resharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def is_composite(config: PretrainedConfig) -> bool:
     """Return True for the config of a model with a text decoder and towers."""
-    return config.get_text_config() is not config
+    try:
+        return config.get_text_config() is not config
+    except ValueError:  # two texts, for example one that describes music and its codes
+        return False
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
