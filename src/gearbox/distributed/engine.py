@@ -36,6 +36,7 @@ from gearbox.distributed.tensor_parallel import (
     split_groups_by_mesh,
 )
 from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer, without_adapter
+from gearbox.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -293,7 +294,13 @@ def prepare(
         with _for_fsdp(model):
             model, optimizer = accelerator.prepare(model, optimizer)
     else:
-        model, optimizer = accelerator.prepare(model, optimizer)
+        try:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        except ValueError as error:
+            if gear.degree("sp") == 1:
+                raise
+            # Accelerate refuses layers that carry a state along the row.
+            raise UserError(f"{gear.path}: {one_line(error, 300)}; use accelerate_configs/fsdp.yaml") from None
     if gear.degree("tp") > 1:
         model.config.distributed_config = None  # else transformers' save_pretrained waits for all ranks
         split_groups_by_mesh(unwrap_optimizer(optimizer))
