@@ -316,9 +316,12 @@ def _for_fsdp(model: nn.Module) -> Iterator[None]:
     The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
     until accelerate has sharded the parameters.
     """
-    present = {type(module).__name__ for module in model.modules()}
     causal_lm = without_adapter(model)
-    causal_lm._no_split_modules = [name for name in causal_lm._no_split_modules or () if name in present]
+    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    layers = {type(module).__name__ for module in model.modules() if ends[0] not in module.modules()}
+    causal_lm._no_split_modules = [name for name in causal_lm._no_split_modules or () if name in layers]
+    if _shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
+        causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
     for name, buffer in sharded_state.persistent_buffers(model):
         torch.distributed.broadcast(buffer, 0)
@@ -329,6 +332,16 @@ def _for_fsdp(model: nn.Module) -> Iterator[None]:
     yield
     for module, name in held_back:
         module._non_persistent_buffers_set.discard(name)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        vars(causal_lm).pop(name, None)
+
+
+def _shares_parameters(model: nn.Module, ends: tuple[nn.Module | None, ...]) -> bool:
+    """Return True if the embedding or the output head shares a parameter with a third module (BERT's bias)."""
+    theirs = {parameter for end in ends if end is not None for parameter in end.parameters()}
+    inside = {module for end in ends if end is not None for module in end.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    return any(parameter in theirs for module in others for parameter in module.parameters(recurse=False))
 
 
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:

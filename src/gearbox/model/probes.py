@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 NUM_TOKENS = 16  # of the row that compares losses
-NUM_NARROW_TOKENS = 512  # of the row that finds parameters without a gradient
+NUM_NARROW_TOKENS = (512, 64)  # of the row that finds parameters without a gradient; fewer for short position tables
 
 
 @torch.no_grad()
@@ -99,17 +99,19 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
     Examples are poolers and the indexers of sparse attention. They are found on a narrow copy with random weights. Call
     this before Accelerate starts, because ZeRO-3 would shard the copy.
     """
-    try:
-        narrow = shrink_config(config, tokenizer)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = text_class(narrow)(narrow).float()
-            tokens = torch.randint(1, narrow.get_text_config().vocab_size, (1, NUM_NARROW_TOKENS))
-            model(input_ids=tokens, use_cache=False).logits.float().logsumexp(-1).sum().backward()
-    except Exception:  # `check_loss` reports a family that cannot be trained
-        return set()
-    named = [(numberless(name), parameter) for name, parameter in model.named_parameters()]
-    return {name for name, _ in named} - {name for name, parameter in named if parameter.grad is not None}
+    for num_tokens in NUM_NARROW_TOKENS:
+        try:
+            narrow = shrink_config(config, tokenizer)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = text_class(narrow)(narrow).float()
+                tokens = torch.randint(1, narrow.get_text_config().vocab_size, (1, num_tokens))
+                model(input_ids=tokens).logits.float().logsumexp(-1).sum().backward()
+        except Exception:  # `check_loss` reports a family that cannot be trained
+            continue
+        named = [(numberless(name), parameter) for name, parameter in model.named_parameters()]
+        return {name for name, _ in named} - {name for name, parameter in named if parameter.grad is not None}
+    return set()
 
 
 def numberless(name: str) -> str:
