@@ -55,7 +55,7 @@ def is_composite(config: PretrainedConfig) -> bool:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class of a language model with this config, with its towers if it has any; None if there is none."""
+    """Return the class of a language model with this config, with its towers if it has any, or None."""
     mappings = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING]
     if is_composite(config):  # of these, the mapping of causal models would give some without their towers
         mappings = [

@@ -30,7 +30,7 @@ CHUNK_TOKENS = 1024  # tokens with logits at one time: for Qwen2.5 0.6 GB in fp3
 
 @dataclass(frozen=True)
 class LossPath:
-    """How a model's loss is computed. `probes.check_loss` chooses a path that gives the model's own loss."""
+    """The way to compute a model's loss. `probes.check_loss` chooses one that gives the model's own loss."""
 
     own_logits: bool = False
     """Use the logits of the model's own forward, all at once, because more than a head follows the decoder."""

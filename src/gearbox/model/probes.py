@@ -30,7 +30,7 @@ NUM_NARROW_TOKENS = (512, 64)  # of the row that finds parameters without a grad
 def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: torch.device, tolerance: float) -> str:
     """Choose the path on which the loss is plain cross entropy on the model's own logits, and describe it.
 
-    Raise UserError if there is none, or if the model reads the tokens that it is to predict. Some families transform
+    Raise UserError if no path does, or if the model reads the tokens that it is to predict. Some families transform
     their logits in ways that `_logit_shape` does not know, or number their positions differently. Every rank must call
     this, on the wrapped model.
     """
@@ -59,8 +59,8 @@ def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: 
         model(input_ids=tokens, **row)
     if not change <= tolerance:
         raise UserError(
-            f"model.name: the family {family} reads the tokens that it is to predict (a later token changes a loss by "
-            f"{change:.2g}); use a causal model, or set is_decoder in its config.json if it has that key"
+            f"model.name: the family {family} reads the tokens that it is to predict (they change a loss by "
+            f"{change:.2g}); use a causal model, or set is_decoder in config.json"
         )
     return path.describe()
 
