@@ -177,17 +177,23 @@ def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
         )
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     named = f"{heads} attention heads" + (f" and {key_heads} key-value heads" if key_heads != heads else "")
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if tp > 1 and (not plan or any(style.startswith("packed") for style in plan.values())):
-        fused = f"{config.model_type} fuses matrices that tensor parallelism would split"
-        why = fused if plan else f"transformers has no tensor-parallel plan for {config.model_type}"
-        raise UserError(f"{gear.path}: tensor parallelism: {why}; use accelerate_configs/fsdp.yaml")
+    if tp > 1:
+        _check_tensor_plan(gear, config)
     if heads % tp or key_heads % tp:
         fitting = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
         raise _does_not_divide(gear, "tp", named, fitting)
     if heads % sp or (key_heads % sp and sp % key_heads):
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
         raise _does_not_divide(gear, "sp", named, fitting)
+
+
+def _check_tensor_plan(gear: Gear, config: PretrainedConfig) -> None:
+    """Raise UserError if transformers cannot split the matrices of this family."""
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or any(style.startswith("packed") for style in plan.values()):
+        fused = f"{config.model_type} fuses matrices that tensor parallelism would split"
+        why = fused if plan else f"transformers has no tensor-parallel plan for {config.model_type}"
+        raise UserError(f"{gear.path}: tensor parallelism: {why}; use accelerate_configs/fsdp.yaml")
 
 
 def _does_not_divide(gear: Gear, name: str, heads: str, fitting: list[int]) -> UserError:

@@ -59,8 +59,8 @@ def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: 
         model(input_ids=tokens, **row)
     if not change <= tolerance:
         raise UserError(
-            f"model.name: the family {family} reads the tokens that it is to predict (they change a loss by "
-            f"{change:.2g}); use a causal model, or set is_decoder in config.json"
+            f"model.name: the family {family} reads the tokens that it is to predict (a loss changes by "
+            f"{change:.2g}); use a causal model, or set is_decoder"
         )
     return path.describe()
 
