@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gearbox.config.job import BatchPlan
 from gearbox.data.batches import IGNORE_INDEX, chain_hash, fullest_rows, make_step_batch, micro_batches_of
 from gearbox.data.packing import chunk_documents, pack
 from support.documents import Made, random_documents
@@ -55,10 +56,16 @@ def test_chunking_neither_loses_nor_repeats_a_token(lengths, row_tokens, long):
     pieces = chunk_documents(made, row_tokens, [long])
     assert pieces.length.max(initial=0) <= row_tokens
     found = {}
+    num_targets = Counter()
     for document, start, length, targets in zip(*vars(pieces).values(), strict=True):
-        assert start == len(found.setdefault(document, []))
-        found[document] += made.tokens(document)[start : start + length].tolist()
+        before = found.setdefault(document, [])
+        assert start == max(0, len(before) - 1), "only the last token of the piece before is repeated"
+        assert length > 1 or not before, "no piece is only the repeated token"
+        before += made.tokens(document)[start + bool(before) : start + length].tolist()
         assert targets == made.loss_mask(document)[start + 1 : start + length].sum()
+        num_targets[document] += targets
+    if long == "split":
+        assert [num_targets[document] for document in range(len(lengths))] == made.targets.tolist()
     for document, length in enumerate(lengths):
         kept = {"truncate": row_tokens, "split": length, "drop": length if length <= row_tokens else 0}[long]
         assert found.get(document, []) == made.tokens(document)[:kept].tolist()
@@ -130,16 +137,26 @@ def test_the_fullest_rows_have_the_most_documents():
 @pytest.mark.parametrize("micro_rows", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_rank_gets_equal_shapes(ranks, micro_rows, num_rows):
-    dealt = [micro_batches_of(list(range(num_rows)), (rank, ranks), micro_rows) for rank in range(ranks)]
+    plan = BatchPlan.divide(num_rows, ranks, micro_rows)
+    dealt = [micro_batches_of(list(range(num_rows)), rank, plan) for rank in range(ranks)]
     (shapes,) = {tuple(map(len, share)) for share in dealt}
     assert set(shapes) == {min(micro_rows, -(-num_rows // ranks))}
     assert len(shapes) * shapes[0] * ranks - num_rows < ranks * shapes[0], "no round consists of empty rows only"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro_rows", [1, 4])
+def test_a_short_step_has_the_shapes_of_a_full_one(ranks, micro_rows):
+    plan = BatchPlan.divide(25, ranks, micro_rows)
+    full, short = ([micro_batches_of(list(range(n)), rank, plan) for rank in range(ranks)] for n in (25, 2))
+    assert [[len(micro) for micro in share] for share in short] == [[len(micro) for micro in share] for share in full]
+    assert sorted(row for share in short for micro in share for row in micro if row is not None) == [0, 1]
+
+
 def test_every_rank_counts_the_complete_step():
     rows = random_documents([5, 7, 3, 6, 2, 9, 16]).rows(16)
     row_ids = [2, 0, 1]
-    shares = [make_step_batch(rows, row_ids, (rank, 2), 1) for rank in range(2)]
+    shares = [make_step_batch(rows, row_ids, rank, BatchPlan.divide(3, 2, 1)) for rank in range(2)]
     assert len({(share.num_targets, share.num_tokens, tuple(share.row_ids)) for share in shares}) == 1
     micro_batches = [micro for share in shares for micro in share.micro_batches]
     assert sum(int((micro["labels"] != IGNORE_INDEX).sum()) for micro in micro_batches) == shares[0].num_targets > 0

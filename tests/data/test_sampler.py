@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gearbox.config.job import BatchPlan
 from gearbox.data.batches import chain_hash, micro_batches_of
 from gearbox.data.sampler import SLOTS, Sampler
 from gearbox.errors import UserError
@@ -24,7 +25,8 @@ def test_an_epoch_has_every_row_once_on_any_ranks_and_micro_batches(num_rows, ro
             consumed, chain = [], ""
             for step in range(num_steps):
                 row_ids = order.rows_of_step(step)
-                shares = [micro_batches_of(row_ids, (rank, ranks), micro_rows) for rank in range(ranks)]
+                plan = BatchPlan.divide(rows_per_step, ranks, micro_rows)
+                shares = [micro_batches_of(row_ids, rank, plan) for rank in range(ranks)]
                 dealt = [row for share in shares for micro in share for row in micro if row is not None]
                 assert Counter(dealt) == Counter(row_ids)
                 consumed += row_ids

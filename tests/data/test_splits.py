@@ -24,12 +24,17 @@ def test_sources_with_weights_and_field_names(tokenizer, tmp_path):
     assert "75.0% of each batch from" in plan.data_facts(recipe_of(path), found, prepared, tokenizer)["packed rows"]
 
 
-@pytest.mark.parametrize(("length", "num_steps"), [("train.steps=7", 7), ("train.epochs=2.5", 32)])
-def test_the_steps_of_a_run(tokenizer, tmp_path, length, num_steps):
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [("train.steps=7", [4] * 7), ("train.epochs=2.5", [4] * 31 + [1]), ("train.epochs=1.1", [4] * 13 + [3])],
+)
+def test_the_steps_of_a_run(tokenizer, tmp_path, length, sizes):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 31}] * 50)
     lengths = ["train.steps=null", "train.epochs=null", "schedule.warmup=0", length]
     _, prepared = arranged(tokenizer, path, "batch.row_tokens=32", "batch.rows=4", *lengths)
-    assert len(prepared.training) == 50 and prepared.num_steps == num_steps
+    assert len(prepared.training) == 50 and prepared.num_steps == len(sizes)
+    steps = [prepared.rows_of_step(step) for step in range(len(sizes))]
+    assert [len(step) for step in steps] == sizes, "only the last step is short"
     assert sorted(row for step in range(25) for row in prepared.sampler.rows_of_step(step)) == sorted([*range(50)] * 2)
 
 
@@ -53,9 +58,7 @@ def test_long_documents(tokenizer, tmp_path, long, trained, reason):
     assert {entry.reason for entry in prepared.dropped} == ({reason} if reason else set())
     assert (prepared.num_truncated, prepared.num_split) == {"truncate": (1, 0), "split": (0, 2), "drop": (0, 0)}[long]
     total = prepared.training.targets.sum()
-    assert total == {"truncate": 2 + 28 + 2, "drop": 2 + 2, "split": 2 + 2 + 41 + 2 - 1}[long], (
-        "the first token of a piece is not a target"
-    )
+    assert total == {"truncate": 2 + 28 + 2, "drop": 2 + 2, "split": 2 + 2 + 41 + 2}[long]
 
 
 def test_auto_truncates_chats_and_splits_text(tokenizer, tmp_path):
@@ -63,7 +66,7 @@ def test_auto_truncates_chats_and_splits_text(tokenizer, tmp_path):
     jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "x" * 100}])
     _, prepared = arranged(tokenizer, f"{tmp_path}/*.jsonl", "batch.row_tokens=32")
     assert (prepared.num_truncated, prepared.num_split) == (1, 1)
-    assert int(prepared.training.num_tokens.sum()) == 101 + 32
+    assert int(prepared.training.num_tokens.sum()) == (101 + 3) + 32, "the text is cut three times"
     assert path.exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -63,10 +64,45 @@ def test_spikes_are_marked():
     assert marks == [40], "a spike needs a minimum number of earlier losses"
 
 
-def test_epochs_become_steps(train):
-    outcome = train("single", "train.steps=null", "train.epochs=1", "batch.rows=16", "batch.micro_rows=16")
-    num_rows = int(outcome.output.split(" x 128 tokens")[0].split()[-1])
-    assert len(outcome.losses) == math.ceil(num_rows / 16) > 3
+EPOCHS = ("train.steps=null", "train.epochs=1", "batch.rows=41", "batch.micro_rows=8", "eval.fraction=0")
+
+
+def planned(outcome, label: str) -> int:
+    """Return the first number of a line of the plan."""
+    return int(re.search(rf"^{label} +([0-9][0-9,]*)", outcome.output, re.MULTILINE)[1].replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def one_epoch():
+    return {}
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize(
+    ("gear", "ranks"),
+    [("single", 1), ("ddp", 3), ("fsdp", 2), ("zero1", 2), ("zero3", 3), ("tp", 2), ("ulysses", 2), ("pp", 2)],
+)
+def test_an_epoch_trains_each_row_once_in_a_short_last_step(train, one_epoch, gear, ranks, packing):
+    outcome = train(gear, *EPOCHS, f"data.packing={packing}", ranks=ranks)
+    assert set(outcome.codes) == {0}, outcome.output
+    num_rows = planned(outcome, "packed rows" if packing == "true" else "rows")
+    assert num_rows % 41 and len(outcome.losses) == math.ceil(num_rows / 41) > 2
+    assert f"last step               {num_rows % 41} rows instead of 41" in outcome.output
+    assert outcome.lines("tokens")[-1]["tokens"] == planned(outcome, "tokens")
+    reference = one_epoch.setdefault(packing, outcome.losses)
+    assert outcome.losses == pytest.approx(reference, rel=1e-5)
+
+
+def test_a_run_resumes_before_its_short_step_and_can_be_extended_after_it(train):
+    whole = train("ddp", *EPOCHS, "save.every=1", "run.name=whole", ranks=2)
+    steps = len(whole.losses)
+    before = whole.folder / f"checkpoints/step-{steps - 1}"
+    resumed = train("zero3", *EPOCHS, f"run.resume={before}", ranks=3)
+    assert resumed.losses == pytest.approx(whole.losses[-1:], rel=1e-5), resumed.output
+    extended = train("fsdp", *EPOCHS, "train.epochs=2", "run.resume=latest", "run.name=whole", ranks=2)
+    assert set(extended.codes) == {0} and len(extended.losses) > steps, extended.output
+    missing = steps * 41 - planned(whole, "packed rows")
+    assert f"the {missing} rows that it lacked are left out" in " ".join(extended.output.split())
 
 
 def test_a_run_that_fails_after_its_first_step_keeps_its_numbers(train):

@@ -219,7 +219,7 @@ class Train(Group):
     steps: PositiveInt | None = None
     """Number of optimizer steps; set this or `epochs`."""
     epochs: PositiveFloat | None = None
-    """Number of epochs over the training rows; set this or `steps`."""
+    """Number of epochs over the training rows; set this or `steps`. The last step has only the rows that are left."""
     seed: Int = Field(0, ge=0)
     """Seed of the data order, random weights and adapters."""
 

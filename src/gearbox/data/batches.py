@@ -23,7 +23,6 @@ IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 
 Batch = dict[str, torch.Tensor]
-Shard = tuple[int, int]  # index of a data-parallel rank, and the number of data-parallel ranks
 
 
 class PackedRows:
@@ -146,19 +145,20 @@ class StepBatch:
     """Rows of the complete step, in order."""
 
 
-def micro_batches_of(row_ids: list[int], shard: Shard, micro_rows: int) -> list[list[int | None]]:
-    """Return the rows of each micro-batch of a shard. All shards get equal shapes; None fills missing rows."""
-    index, num_shards = shard
-    plan = BatchPlan.divide(len(row_ids), num_shards, micro_rows)
-    padded = [*row_ids, *[None] * plan.num_empty_rows]
-    starts = [(number * num_shards + index) * plan.micro_rows for number in range(plan.accumulation_steps)]
+def micro_batches_of(row_ids: list[int], rank: int, plan: BatchPlan) -> list[list[int | None]]:
+    """Return the rows of each micro-batch of a data-parallel rank.
+
+    All ranks get equal shapes, and a step with fewer rows than planned has the same shapes. None fills missing rows.
+    """
+    padded = [*row_ids, *[None] * (plan.num_padded_rows - len(row_ids))]
+    starts = [(number * plan.data_parallel + rank) * plan.micro_rows for number in range(plan.accumulation_steps)]
     return [padded[start : start + plan.micro_rows] for start in starts]
 
 
-def make_step_batch(rows: PackedRows, row_ids: list[int], shard: Shard, micro_rows: int) -> StepBatch:
-    """Return a shard of the given rows as micro-batches, with the counts of all given rows."""
+def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, plan: BatchPlan) -> StepBatch:
+    """Return a data-parallel rank's share of the given rows as micro-batches, with the counts of all given rows."""
     return StepBatch(
-        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, shard, micro_rows)],
+        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, rank, plan)],
         num_targets=int(rows.targets[row_ids].sum()),
         num_tokens=int(rows.num_tokens[row_ids].sum()),
         row_ids=row_ids,

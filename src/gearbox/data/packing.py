@@ -1,7 +1,7 @@
 """Divide documents into chunks that fit a row, and pack the chunks into rows.
 
 A document is one record of the data. A chunk is the part of a document in one row. A document that fits a row is one
-chunk.
+chunk. Chunks of a split document overlap by one token, so that every token but the document's first is a target once.
 """
 
 from __future__ import annotations
@@ -107,9 +107,14 @@ def chunk_documents(corpus: Corpus, row_tokens: int, policies: list[str]) -> Chu
 
 
 def _chunk_starts(corpus: Corpus, document: int, row_tokens: int, policies: list[str]) -> range:
+    """Return the first token of each chunk of a document longer than a row.
+
+    A chunk begins with the last token of the chunk before it: each token is then predicted from the one before.
+    """
     policy = policies[corpus.origin_ids[document]]
-    stop = {"drop": 0, "truncate": 1, "split": int(corpus.lengths[document])}[policy]
-    return range(0, stop, row_tokens)
+    last_target = int(corpus.lengths[document]) - 1
+    stop = {"drop": 0, "truncate": 1, "split": last_target}[policy]
+    return range(0, stop, row_tokens - 1)
 
 
 def pack(lengths: NDArray[np.int64], row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

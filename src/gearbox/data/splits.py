@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,6 +71,8 @@ class TrainingRows:
     held_out: PackedRows
     num_steps: int
     """Optimizer steps of the run: train.steps, or the number that train.epochs needs."""
+    num_rows: int
+    """Rows that these steps train: all rows of train.steps, or exactly the rows of train.epochs."""
     sampler: Sampler
     """Chooses the training rows of each step."""
     samples: list[Sample]
@@ -84,6 +87,15 @@ class TrainingRows:
     """Number of documents with the same tokens as an earlier document."""
     leakage: Leakage | None = None
     """Leakage between packed documents, once measured with the model. None if rows are not packed."""
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the training rows of a step, in order. The run's last step may have fewer rows than the others."""
+        return self.sampler.rows_of_step(step)[: self.num_rows - step * self.sampler.rows_per_step]
+
+    def num_rows_left_out(self, step: int, epochs: float | None) -> int:
+        """Return the rows that no step trains if a run of `epochs` ended with `step` and now goes on."""
+        planned, taken = step * self.sampler.rows_per_step, num_rows_of_epochs(epochs or 0, len(self.training))
+        return max(0, planned - taken) if epochs and step < self.num_steps else 0
 
 
 def split_and_pack(
@@ -124,13 +136,16 @@ def split_and_pack(
     is_weighted = data.sources[0].weight is not None
     group = corpus.source_ids[training_chunks.document] if is_weighted else None
     training = PackedRows(corpus, training_chunks, row_tokens, pad_token, packing, group)
+    train, rows_per_step = recipe.train, recipe.batch.rows
+    num_rows = num_rows_of_epochs(train.epochs, len(training)) if train.epochs else (train.steps or 0) * rows_per_step
     held_out_corpus = corpus if evaluated is None else evaluated
     is_long = is_used & (corpus.lengths > row_tokens)
     is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
     return TrainingRows(
         training=training,
         held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
-        num_steps=recipe.train.steps or math.ceil(len(training) * (recipe.train.epochs or 0) / recipe.batch.rows),
+        num_steps=-(-num_rows // rows_per_step),
+        num_rows=num_rows,
         sampler=make_sampler(recipe, training),
         samples=_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
         dropped=dropped,
@@ -140,6 +155,11 @@ def split_and_pack(
         num_split=int((is_long & is_split).sum()),
         num_duplicates=int(is_used.sum()) - len(np.unique(hashes[is_used])),
     )
+
+
+def num_rows_of_epochs(epochs: float, num_rows: int) -> int:
+    """Return the rows of that many epochs of num_rows rows. A fraction of a row is rounded up."""
+    return math.ceil(Fraction(str(epochs)) * num_rows)  # exact, where 1.1 * 10 is above 11
 
 
 def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:

@@ -72,10 +72,9 @@ class Engine:
         return self.model if isinstance(self.model, Pipeline) else None
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        """The index of this rank's part of a step's rows, and the number of parts."""
-        gear = self.job.gear
-        return gear.data_rank(self.world.rank), gear.data_parallel
+    def data_rank(self) -> int:
+        """The index of this rank's part of a step's rows. The ranks of one model share a part."""
+        return self.job.gear.data_rank(self.world.rank)
 
     @property
     def eval_shard(self) -> tuple[int, int]:

@@ -124,6 +124,8 @@ def data_facts(
     else:
         rows_label, padding = "rows", _padding(rows, recipe.batch.rows)
         shown[rows_label] = f"{len(rows):,}, one document each, grouped by length, {padding:.1%} padding"
+    if short := prepared.num_rows % recipe.batch.rows:
+        shown["last step"] = f"{_count(short, 'row')} instead of {recipe.batch.rows:,}, to end with train.epochs"
     sources = recipe.data.sources
     if sources[0].weight is not None:
         total = sum(source.weight or 0 for source in sources)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint.train_state import TrainState
+from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Eval
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, make_step_batch
 from gearbox.data.splits import Sample
@@ -41,6 +42,7 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -
     All ranks call `keep_going` together before each group of rows. Return None if it returns False.
     """
     portion, model = engine.job.recipe.batch.rows, engine.model
+    shard, num_shards = engine.eval_shard
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=engine.device)  # loss, targets, exact documents, documents
     with torch.no_grad():
@@ -49,7 +51,8 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -
                 model.train()
                 return None
             ids = list(range(first, min(first + portion, len(rows))))
-            for micro in make_step_batch(rows, ids, engine.eval_shard, engine.job.batch.micro_rows).micro_batches:
+            plan = BatchPlan.divide(len(ids), num_shards, engine.job.batch.micro_rows)
+            for micro in make_step_batch(rows, ids, shard, plan).micro_batches:
                 sums += _count(engine, micro)
     model.train()
     loss, targets, exact, documents = engine.sum_over_all_ranks(sums).tolist()

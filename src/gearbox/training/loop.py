@@ -33,8 +33,8 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
 
         heartbeat = heartbeats_of(state.step + 1, watchdog)
         heartbeat("rows")
-        row_ids = rows.sampler.rows_of_step(state.step)
-        batch = batches.make_step_batch(rows.training, row_ids, engine.data_shard, engine.job.batch.micro_rows)
+        row_ids = rows.rows_of_step(state.step)
+        batch = batches.make_step_batch(rows.training, row_ids, engine.data_rank, engine.job.batch)
         engine.seed_step(state.step)
         rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)
         engine.set_learning_rate(rate)

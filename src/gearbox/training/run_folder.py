@@ -86,7 +86,7 @@ class Run:
         if not _are_same_rows(self.manifest.rows, rows):
             raise UserError(
                 f"{self.checkpoint}: was trained on other rows: the content of data.path or its held-out part has "
-                "changed; restore it, or set run.resume=never"
+                "changed, or an earlier version split its long documents elsewhere; restore it, or set run.resume=never"
             )
         if self.manifest.base != base:
             raise UserError(

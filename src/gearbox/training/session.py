@@ -173,9 +173,14 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
 def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world: ProcessGroup) -> None:
     """Print the plan and a document with its supervised tokens, and list the dropped documents."""
     plan.show(world.screen)
-    if run.checkpoint is not None:
+    if run.checkpoint is not None and run.manifest is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
         world.screen.print(f"[bold]resuming[/] from {run.checkpoint} at {step}")
+        if missing := rows.num_rows_left_out(run.state.step, run.manifest.recipe["train"].get("epochs")):
+            world.screen.print(
+                f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
+                "that it lacked are left out of this epoch"
+            )
     if run.compares_only_lengths:
         world.screen.print("hint: an earlier version wrote this checkpoint; only the lengths of its rows are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
