@@ -152,6 +152,8 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
     problems = []
     if recipe.adapter.dropout:
         problems.append("adapter.dropout: each rank draws different random numbers; compare with adapter.dropout=0")
+    if recipe.model.dropout:
+        problems.append("model.dropout: each rank draws different random numbers; compare with model.dropout=false")
     if "8bit" in recipe.optim.name:
         problems.append(f"optim.name: {recipe.optim.name} rounds in blocks of a rank's shard; compare with adamw")
     if recipe.optim.master_weights == "bf16":

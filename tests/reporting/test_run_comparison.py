@@ -215,6 +215,7 @@ def test_a_missing_checkpoint_is_not_equality(pair):
         (["save.every=5"], "save.every: the comparison sets this key"),
         (["optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
         (["adapter.method=lora", "adapter.dropout=0.1"], "adapter.dropout: each rank draws different random numbers"),
+        (["model.dropout=true"], "model.dropout: each rank draws different random numbers"),
         (["optim.name=adamw_8bit"], "optim.name: adamw_8bit rounds in blocks of a rank's shard"),
         (["optim.master_weights=bf16", "--gears", "single,fsdp"], "optim.master_weights: bf16 rounds"),
     ],

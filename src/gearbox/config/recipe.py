@@ -66,6 +66,8 @@ class Model(Group):
     router_loss: NonNegativeFloat | None = None
     """Weight of the loss that spreads tokens over a mixture's experts; `null` uses router_aux_loss_coef from the
     model's config.json, and 0 disables the loss."""
+    dropout: bool = False
+    """Keep the dropout that the model's config.json asks for; gears then no longer draw the same random numbers."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = []
     """Tokens to add to the tokenizer, such as `[<|note|>]`; they are never split, and are shown in answers. Their
     embeddings start as the mean of all others. With an adapter, the embedding and the output head are adapted too."""

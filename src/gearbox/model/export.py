@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from gearbox import filesystem
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.unwrap import is_composite, without_adapter
+from gearbox.model import dropout
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -44,6 +45,7 @@ def save(
             _save_adapter(model, weights, source, aside)
         else:
             model.config.get_text_config().use_cache = True
+            dropout.set_rates(model.config, model.own_dropout)
             named_as_loaded = revert_weight_conversion(model, weights)
             if is_composite(model.config):
                 named_as_loaded |= _towers(model, named_as_loaded, source)

@@ -27,7 +27,7 @@ from gearbox.distributed import pipeline_stages
 from gearbox.distributed.unwrap import is_composite, model_class, text_class
 from gearbox.errors import UserError, one_line
 from gearbox.filesystem import digest_of
-from gearbox.model import adapters, loss
+from gearbox.model import adapters, dropout, loss
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -160,7 +160,9 @@ def load(
     options |= engine_options or {}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
+    own_dropout = {} if settings.dropout else dropout.switch_off(config)
     model = _load_weights(config, settings, source, options, stage)
+    model.own_dropout = own_dropout  # the export writes these rates
     model.config.get_text_config().use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
     if settings.quantize:
@@ -195,7 +197,7 @@ def _load_weights(
         skipped = [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
         options["quantization_config"].llm_int8_skip_modules = skipped
     try:
-        loaded = loader.from_pretrained(source, **hub_options(model), use_safetensors=True, **options)
+        loaded = loader.from_pretrained(source, config=config, **hub_options(model), use_safetensors=True, **options)
     except (OSError, ValueError, ImportError) as error:
         raise explain_load_error(source, error) from None
     # Under ZeRO-3 transformers also keeps renamings that it did not need, and save_pretrained would undo them.

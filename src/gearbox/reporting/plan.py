@@ -19,6 +19,7 @@ from gearbox.data.corpus import MappedCorpus
 from gearbox.data.row_formats import TITLES
 from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
+from gearbox.model.dropout import listed
 
 METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
 
@@ -37,6 +38,8 @@ class Plan:
     """Result of the packing check; None if rows are not packed."""
     router_weight: float
     """Factor of the load-balancing loss of a mixture of experts; 0 if there is no such loss."""
+    switched_off: dict[str, float]
+    """Dropout rates of the model's config.json that are set to 0, by key."""
     disk: DiskPlan
     folder: Path
     """The run's folder."""
@@ -52,6 +55,8 @@ class Plan:
             lines["packing check"] = self.leakage.describe()
         if self.router_weight:
             lines["router loss"] = f"{self.router_weight:g} x load imbalance of the experts"
+        if self.switched_off:
+            lines["dropout"] = f"off, where config.json has {listed(self.switched_off)} (model.dropout=true keeps it)"
         return lines | {"checkpoints": self.disk.describe(), "run folder": str(self.folder)}
 
     def _requested(self) -> dict[str, str]:

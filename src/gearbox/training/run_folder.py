@@ -32,6 +32,7 @@ from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
+from gearbox.model import dropout
 from gearbox.redact import redact, redacted
 from gearbox.world import World
 
@@ -39,6 +40,7 @@ LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
 APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
+ADDED_LATER = ("model.dropout",)  # absent from earlier checkpoints; check_dropout compares it
 BY_TOKENS = "tokens:"  # prefix of a rows_key; earlier versions had no prefix
 
 
@@ -86,12 +88,20 @@ class Run:
         if not _are_same_rows(self.manifest.rows, rows):
             raise UserError(
                 f"{self.checkpoint}: was trained on other rows: the content of data.path or its held-out part has "
-                "changed, or an earlier version split its long documents elsewhere; restore it, or set run.resume=never"
+                "changed; restore it, or set run.resume=never"
             )
         if self.manifest.base != base:
             raise UserError(
                 f"{self.checkpoint}: its adapter was trained on other base weights: model.name or adapter.path has "
                 "changed; restore it, or set run.resume=never"
+            )
+
+    def check_dropout(self, switched_off: dict[str, float]) -> None:
+        """Raise UserError if an earlier version trained the checkpoint with the dropout that is now switched off."""
+        if self.manifest is not None and switched_off and "dropout" not in self.manifest.recipe["model"]:
+            raise UserError(
+                f"{self.checkpoint}: was trained with the dropout of config.json ({dropout.listed(switched_off)}); set "
+                "model.dropout=true, or run.resume=never"
             )
 
     @property
@@ -328,6 +338,7 @@ def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifes
 def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """Return the changed keys, with both values, that make this a different run."""
     there, here = _flat(with_new_keys(saved)), _flat(redacted(recipe.model_dump(mode="json")))
+    here = {key: value for key, value in here.items() if key in there or key not in ADDED_LATER}
     return [
         f"{key} changed from {there.get(key)!r} to {here.get(key)!r}"
         for key in sorted({*there, *here})

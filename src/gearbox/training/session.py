@@ -21,6 +21,7 @@ from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
+from gearbox.distributed.unwrap import without_adapter
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
@@ -151,6 +152,8 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
     rows_key = run_folder.rows_key(data.corpus.digest, rows.training)
     base = world.decide(lambda: loading.fingerprint(engine.source, job.recipe))
     run.check_same(rows_key, base)
+    switched_off = without_adapter(engine.unwrapped).own_dropout
+    run.check_dropout(switched_off)
     if run.state.step > rows.num_steps:
         raise UserError(
             f"train.steps: {rows.num_steps} is less than the {run.state.step} steps of {run.checkpoint}; increase it"
@@ -163,6 +166,7 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
         facts=facts,
         leakage=rows.leakage,
         router_weight=router_weight(engine.unwrapped),
+        switched_off=switched_off,
         disk=world.decide(lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes)),
         folder=run.folder,
         rows_key=rows_key,
