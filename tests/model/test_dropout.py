@@ -62,7 +62,6 @@ def test_gears_agree_on_a_model_with_dropout(train, gpt2):
 
 
 def test_a_checkpoint_trained_with_dropout_by_an_earlier_version_needs_the_key(train, gpt2):
-    import json
 
     given = ("run.rehearse=false", "model.init=pretrained", f"model.name={gpt2}", "run.name=x", "save.every=1")
     first = train("single", *given)

@@ -60,6 +60,8 @@ class Engine:
     """Folder or Hub id of the starting weights."""
     stored_dtype: torch.dtype
     """The dtype of the starting weights in their files; trained weights are saved in it."""
+    num_positions: int | None = None
+    """The number of positions that the model has, or None if it has no such limit."""
 
     @property
     def device(self) -> torch.device:

@@ -86,11 +86,12 @@ class SampleQuestions:
         """Return the greedy answer to a prompt. All ranks decode in lockstep, since the model may be sharded."""
         from accelerate.utils import broadcast
 
-        model = self.engine.model
+        model, length = self.engine.model, self.engine.job.recipe.eval.sample_tokens
+        length = min(length, (self.engine.num_positions or len(prompt) + length) - len(prompt))
         tokens = torch.tensor([prompt], device=self.engine.device)
         model.eval()
         with torch.no_grad():
-            for _ in range(self.engine.job.recipe.eval.sample_tokens):
+            for _ in range(length):
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
                 # Every rank takes rank 0's token. A tie that ranks break differently would end in a hang.

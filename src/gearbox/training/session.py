@@ -25,7 +25,7 @@ from gearbox.distributed.unwrap import without_adapter
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
-from gearbox.model import adapters, export, loading, probes, random_init
+from gearbox.model import adapters, export, loading, positions, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
@@ -107,6 +107,9 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
     config = loading.architecture(source, recipe.model)
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
+    num_positions = positions.num_positions(config)
+    if hint := positions.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
+        world.screen.print(f"hint: {hint}")
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
@@ -117,7 +120,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
-    return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype)
+    return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
 
 def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
