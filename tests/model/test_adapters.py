@@ -12,7 +12,7 @@ from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.loader import load_recipe, rehearsed
 from gearbox.config.recipe import Adapter
 from gearbox.errors import UserError
-from gearbox.model import adapters, loading
+from gearbox.model import adapters, loading, random_init
 from gearbox.model.optimizer import make_optimizer
 from support.methods import ADDED_TOKENS, METHODS, short, two_models
 
@@ -166,7 +166,12 @@ def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):
     ("overrides", "said"),
     [
         (["model.add_tokens=[<|end|>]"], "model.add_tokens: '<|end|>' is already a token of .*; remove it"),
-        (["adapter.method=lora", "adapter.targets=[nothing_such]"], r"adapter\.targets: .*nothing_such"),
+        (["adapter.method=lora", "adapter.targets=[nothing_such]"], r"adapter\.targets: no module .* 'nothing_such'$"),
+        (
+            ["adapter.method=lora", "adapter.targets=[q_proj, v_porj, xyz]"],
+            r"no module of the model is named 'v_porj'; did you mean 'v_proj'\? or 'xyz'$",
+        ),
+        (["adapter.method=lora", "adapter.targets=.*nothing"], r"adapter\.targets: .*\.\*nothing"),
         (["adapter.method=dora", "adapter.targets=[q_proj, lm_head]"], "remove the head, or use adapter.method=lora"),
     ],
 )
@@ -174,6 +179,49 @@ def test_errors_that_need_the_loaded_model(folder, overrides, said):
     recipe = recipe_with(folder / "tied", "adapter.path=null", *overrides)
     with pytest.raises(UserError, match=said):
         loaded(folder / "tied", recipe)
+
+
+def test_names_of_any_depth_and_of_experts_match(folder, tmp_path):
+    given = ("adapter.path=null", "adapter.method=lora", "adapter.targets=[layers.1.mlp.up_proj, self_attn.q_proj]")
+    made = loaded(folder / "tied", recipe_with(folder / "tied", *given))
+    adapted = {
+        name.removeprefix("base_model.model.") for name, _ in made.named_modules() if name.endswith(".base_layer")
+    }
+    assert adapted == {
+        f"model.layers.{n}.base_layer" for n in ("1.mlp.up_proj", "0.self_attn.q_proj", "1.self_attn.q_proj")
+    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained("recipes/tiny")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        **shape, num_key_value_heads=2, num_local_experts=2, vocab_size=len(tokenizer), pad_token_id=0
+    )
+    random_init.write_random(config, tokenizer, 0, tmp_path / "mixtral")
+    experts = ("adapter.path=null", "adapter.method=lora", "adapter.targets=[q_proj, w1, w2, w3]")
+    made = loaded(tmp_path / "mixtral", recipe_with(folder / "tied", *experts))
+    assert any("experts" in name and "lora_A" in name for name, _ in made.named_parameters())
+    with pytest.raises(UserError, match="no module of the model is named 'w4'"):
+        loaded(tmp_path / "mixtral", recipe_with(folder / "tied", *experts[:2], "adapter.targets=[w1, w2, w3, w4]"))
+
+
+def test_a_saved_adapter_may_name_modules_of_other_families(adapter, folder):
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["target_modules"].append("query_key_value")
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    loaded(folder / "tied", recipe_with(adapter, ADDED_TOKENS[0]))
+
+
+@pytest.mark.parametrize(("gear", "ranks"), [("pp", 2), ("zero3", 2)])
+def test_each_target_is_looked_for_in_the_complete_model(train, gear, ranks):
+    lora = ("adapter.method=lora", "adapter.targets=[q_proj, nothing]")
+    refused = train(gear, *lora, ranks=ranks)
+    assert set(refused.codes) == {2} and "no module of the model is named 'nothing'" in refused.output, refused.output
+    kept = train(gear, lora[0], "adapter.targets=[layers.0.self_attn.q_proj, layers.1.mlp.up_proj]", ranks=ranks)
+    assert set(kept.codes) == {0}, kept.output
+    partly = train(gear, lora[0], "adapter.targets=[layers.0.self_attn.q_proj]", ranks=ranks)
+    if gear == "pp":
+        assert 2 in partly.codes and "adapter.targets: a pipeline stage has none of these modules" in partly.output
+    else:
+        assert set(partly.codes) == {0}, partly.output
 
 
 def test_padding_rows_are_taken_for_added_tokens_before_the_embedding_grows(folder):

@@ -11,6 +11,7 @@ import math
 import re
 import types
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from gearbox.config.adapter_settings import saved_adapter_settings
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import copy_full_
 from gearbox.distributed.unwrap import decoder_of, is_composite, without_adapter
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -107,13 +108,18 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
     adapter = recipe.adapter
     config = _peft_config(model, recipe)
     linear_layers = _linear_layers(model)
+    # Resolves all-linear for all stages at once, since one rank saves the config.
+    full = pipeline_stages.meta_model(model.config) if pipeline_stages.is_stage(model) else model
+    names = [name for name, _ in full.named_modules()]
     try:
-        if pipeline_stages.is_stage(model):
-            # Resolves all-linear for all stages at once, since one rank saves the config.
-            peft.get_peft_model(pipeline_stages.meta_model(model.config), config)
-        adapted = peft.get_peft_model(model, config)
+        whole = adapted = peft.get_peft_model(full, config)
+        if full is not model:
+            adapted = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"adapter.targets: {one_line(error)}") from None
+        _check_targets(adapter, names, names)
+        where = "a pipeline stage has none of these modules: " if full is not model else ""
+        raise UserError(f"adapter.targets: {where}{one_line(error)}") from None
+    _check_targets(adapter, [*whole.targeted_module_names, *_converted(adapter, config)], names)
     _init_adapter(adapted, recipe.train.seed)
     if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
         raise UserError(
@@ -289,3 +295,25 @@ def saved_frozen_names(model: PreTrainedModel | PeftModel, recipe: Recipe) -> se
     layers = (base_model.get_input_embeddings(), base_model.get_output_embeddings())
     ids = {id(p) for layer in layers for p in layer.parameters()}
     return {name for name, p in model.named_parameters() if id(p) in ids and not p.requires_grad}
+
+
+def _converted(adapter: Adapter, config: PeftConfig) -> set[str]:
+    """Return the names in adapter.targets that PEFT has replaced by parameters, as for the experts of a mixture."""
+    kept = config.target_modules
+    return set() if isinstance(kept, str) else set(adapter.targets) - set(kept or [])
+
+
+def _check_targets(adapter: Adapter, adapted: Iterable[str], names: list[str]) -> None:
+    """Raise UserError unless each name in adapter.targets matches one of the modules `adapted`.
+
+    `names` are all modules of the model. A saved adapter's weights are checked instead.
+    """
+    if isinstance(adapter.targets, str) or adapter.path is not None:
+        return
+    ends = [f".{name}" for name in adapted]
+    if unmatched := [name for name in adapter.targets if not any(end.endswith(f".{name}") for end in ends)]:
+        known = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
+        raise UserError(
+            "adapter.targets: no module of the model is named "
+            + " or ".join(f"{name!r}{nearest(name, known)}" for name in unmatched)
+        )
