@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from gearbox import ROOT
 from gearbox.errors import UserError
-from gearbox.model import positions, random_init
+from gearbox.model import probes, random_init
 
 SMALL = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDE = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -36,7 +36,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_limit_is_where_the_model_fails(name):
     config = CONFIGS[name]
-    limit = positions.num_positions(config)
+    limit = probes.num_positions(config)
     assert limit == (None if name in ("xglm", "bloom", "llama") else 24)
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
 
@@ -53,16 +53,14 @@ def test_the_limit_is_where_the_model_fails(name):
 
 def test_longer_rows_are_refused_by_a_table_and_only_hinted_at_by_rotary_models():
     with pytest.raises(UserError) as refused:
-        positions.check_row_tokens(CONFIGS["gpt2"], 32, 24)
+        probes.check_row_tokens(CONFIGS["gpt2"], 32, 24)
     assert str(refused.value) == (
         "batch.row_tokens: rows of 32 tokens, but gpt2 has 24 positions (n_positions in its config.json); "
         "use 24 or less"
     )
-    assert positions.check_row_tokens(CONFIGS["gpt2"], 24, 24) is None
-    assert positions.check_row_tokens(CONFIGS["bloom"], 10**6, None) is None
-    assert "longer than the 24 positions that llama was trained" in positions.check_row_tokens(
-        CONFIGS["llama"], 25, None
-    )
+    assert probes.check_row_tokens(CONFIGS["gpt2"], 24, 24) is None
+    assert probes.check_row_tokens(CONFIGS["bloom"], 10**6, None) is None
+    assert "longer than the 24 positions that llama was trained" in probes.check_row_tokens(CONFIGS["llama"], 25, None)
 
 
 def test_a_run_refuses_long_rows_and_samples_within_the_table(train, tmp_path):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -65,8 +65,13 @@ def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
     if recipe.adapter.path is None:
         return
     folder, given = Path(recipe.adapter.path), recipe.model.add_tokens
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        has_rows = any("lora_" not in name for name in file.keys())  # noqa: SIM118  not a mapping
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            has_rows = any("lora_" not in name for name in file.keys())  # noqa: SIM118  not a mapping
+    except SafetensorError as error:
+        raise UserError(
+            f"adapter.path: {folder / WEIGHTS} is damaged ({one_line(error)}); download or copy it again"
+        ) from None
     if not has_rows:
         if given:
             raise UserError(

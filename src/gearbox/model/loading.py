@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -123,6 +124,8 @@ def explain_load_error(name: str, error: Exception) -> UserError:
         )
     if "trust_remote_code" in str(error):
         return UserError(f"model.name: {name!r} comes with Python code; read it, then set model.trust_remote_code=true")
+    if isinstance(error, SafetensorError):
+        return UserError(f"model.name: {damaged_file(Path(name))}")
     if "safetensors" in str(error):
         return UserError(
             f"model.name: {name!r} has no safetensors weights, and pickled weights could run code; convert them in a "
@@ -289,3 +292,42 @@ def load_for_answers(
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def check_weights(source: str, model: Model) -> None:
+    """Raise UserError if the weights are damaged or incomplete, or if a tensor has another size than the config says.
+
+    Reads only the headers of the files: the model has no memory. from_pretrained would draw missing weights at random.
+    """
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # hide its table of the same problems
+    options = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
+    try:
+        config = architecture(source, model)
+        loader = text_class(config) if is_composite(config) else AutoModelForCausalLM
+        _, found = loader.from_pretrained(source, **hub_options(model), **options, ignore_mismatched_sizes=True)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise explain_load_error(source, error) from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    problems = [
+        f"{name} has the size {list(there)} in the file, but {list(here)} by config.json"
+        for name, there, here in sorted(found["mismatched_keys"])
+    ] + [f"the file lacks {name}" for name in sorted(found["missing_keys"])]
+    if problems:
+        more = f", and {len(problems) - 1} more problems" if problems[1:] else ""
+        raise UserError(
+            f"model.name: the weights of {source!r} do not fit its config.json: {problems[0]}{more}; use the weights "
+            "and config.json of one model"
+        )
+
+
+def damaged_file(folder: Path) -> str:
+    """Return a text that names the first safetensors file of a folder that cannot be opened."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                continue
+        except SafetensorError as error:
+            return f"{path} is damaged ({one_line(error)}); download or copy it again"
+    return f"a safetensors file of {str(folder)!r} is damaged; download it again"

@@ -1,7 +1,8 @@
-"""Check the real model before training: our loss equals its own, it is causal, and packed documents do not leak."""
+"""Check the real model before training: rows fit it, our loss equals its own, and packed documents do not leak."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,16 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
+from gearbox.distributed import pipeline_stages
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.unwrap import text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
+from gearbox.world import World
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")  # last part of the name
+TOWERS = ("vision", "image", "img", "audio")  # parts of the names of modules that do not read text
 
 
 NUM_TOKENS = 16  # of the row that compares losses
@@ -41,6 +48,8 @@ def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: 
     row = {"position_ids": torch.arange(NUM_TOKENS, device=device)[None], "labels": labels}
     model.eval()
     theirs, own_positions = _own_losses(model, tokens, family)
+    if not math.isfinite(total := theirs.sum().item()):
+        raise UserError(f"model.name: the loss of the loaded weights is {total}; they are damaged, or overflow")
     for path in (LossPath(False, own_positions), LossPath(True, own_positions)):
         causal_lm.loss_path = path
         ours = model(input_ids=tokens, **row)[0]
@@ -119,6 +128,26 @@ def numberless(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
+def check_finite(model: nn.Module, world: World) -> None:
+    """Raise UserError on every rank if a weight is NaN or infinite. Each rank reads its shards.
+
+    Weights in 4 bits are packed bytes in the guise of floating point; their scales are not checked.
+    """
+    odd = None
+    for name, parameter in model.named_parameters():
+        is_packed = hasattr(model.get_submodule(name.rpartition(".")[0]), "quant_state")
+        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ds_tensor: partitioned by ZeRO-3
+        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        if not is_packed and local.is_floating_point() and not bool(torch.isfinite(local).all()):
+            odd = name
+            break
+    if names := [found for found in world.gather(odd) if found is not None]:
+        raise UserError(
+            f"model.name: {names[0].removeprefix('base_model.model.')} has values that are NaN or infinite: the "
+            "weights are damaged; download or convert them again"
+        )
+
+
 def packing_leak(
     model: torch.nn.Module,
     batch: dict[str, torch.Tensor],
@@ -158,3 +187,53 @@ def measure_packing_leak(engine: Engine, rows: PackedRows, num_tokens: int) -> f
     on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)
     return float(engine.accelerator.gather(leak[None]).max())
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Return the number of positions in the model's table, or None if it computes positions of any number.
+
+    Rotary models compute them. Others are built without memory, to look for a table.
+    """
+    if getattr(config.get_text_config(decoder=True), "rope_parameters", None):
+        return None
+    try:
+        model = pipeline_stages.meta_model(config)
+    except Exception:  # loading will explain it
+        return None
+    return min(_table_sizes(model), default=None)
+
+
+def _table_sizes(model: PreTrainedModel) -> list[int]:
+    """Return the number of positions of each table in a model: embeddings, and buffers of GPT-J and CTRL."""
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    sizes = {name: module.num_embeddings - getattr(module, "offset", 0) for name, module in modules.items()}
+    sizes |= {name: len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2}
+    for module in model.modules():  # CTRL's table is a plain attribute
+        sizes |= {name: len(value) for name, value in vars(module).items() if name in TABLES and hasattr(value, "dim")}
+    return [
+        size
+        for name, size in sizes.items()
+        if name.rpartition(".")[2] in TABLES and not any(tower in name for tower in TOWERS)
+    ]
+
+
+def check_row_tokens(config: PretrainedConfig, row_tokens: int, limit: int | None) -> str | None:
+    """Return a hint if rows are longer than those that the model was trained with.
+
+    Raise UserError if they are longer than its table of positions: `limit`, from `num_positions`.
+    """
+    text = config.get_text_config(decoder=True)
+    if limit is not None and row_tokens > limit:
+        keys = [key for key, value in vars(text).items() if value == limit and "position" in key]
+        named = f"{keys[0]} in its config.json" if keys else "the size of its table"
+        raise UserError(
+            f"batch.row_tokens: rows of {row_tokens:,} tokens, but {config.model_type} has {limit:,} positions "
+            f"({named}); use {limit} or less"
+        )
+    trained = getattr(text, "max_position_embeddings", None)
+    if limit is None and isinstance(trained, int) and 0 < trained < row_tokens:
+        return (
+            f"batch.row_tokens: rows of {row_tokens:,} tokens are longer than the {trained:,} positions that "
+            f"{config.model_type} was trained with (max_position_embeddings in its config.json)"
+        )
+    return None

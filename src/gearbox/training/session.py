@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
+from gearbox.config.recipe import Model
 from gearbox.console import make_console
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
@@ -25,7 +26,7 @@ from gearbox.distributed.unwrap import without_adapter
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
-from gearbox.model import adapters, export, loading, positions, probes, random_init
+from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
@@ -107,9 +108,11 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
     config = loading.architecture(source, recipe.model)
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
-    num_positions = positions.num_positions(config)
-    if hint := positions.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
+    num_positions = probes.num_positions(config)
+    if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
         world.screen.print(f"hint: {hint}")
+    if recipe.model.init == "pretrained":
+        _check_weights_of_nodes(source, recipe.model, world)
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
@@ -123,12 +126,25 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
 
+def _check_weights_of_nodes(source: str, model: Model, world: ProcessGroup) -> None:
+    """Raise UserError on every rank if one machine's copy of the weights cannot be used."""
+    problem = None
+    if process_group.is_first_rank_of_node():
+        try:
+            loading.check_weights(source, model)
+        except UserError as error:
+            problem = str(error)
+    if problems := [found for found in world.gather(problem) if found is not None]:
+        raise UserError(problems[0])
+
+
 def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     """Return the verified facts. Raise UserError on an engine mismatch, or if the loss is not the model's own."""
     job = engine.job
     facts = verification.verify(
         engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
     )
+    probes.check_finite(engine.unwrapped, engine.world)
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
     path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
     if path:
