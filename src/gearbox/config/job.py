@@ -10,6 +10,7 @@ from gearbox.config.compatibility import check_against
 from gearbox.config.gear import Gear
 from gearbox.config.loader import rehearsed
 from gearbox.config.recipe import Recipe
+from gearbox.config.unused_keys import unused_keys
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,17 @@ class Job:
     gear: Gear
     batch: BatchPlan
     hints: tuple[str, ...] = ()
-    """Changes to suggest to the user, such as replacing an old key."""
+    """Changes to suggest to the user, such as replacing an old key or removing an unused one."""
 
     @classmethod
     def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
         """Combine a recipe and a gear. Raise UserError with every reason why they cannot be combined."""
+        unused = [f"{recipe_path}: {line}" for line in unused_keys(recipe)]
         if recipe.run.rehearse:
             recipe = rehearsed(recipe)
         batch = BatchPlan.divide(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
         check_against(gear, recipe, recipe_path, batch)
-        return cls(recipe_path, recipe, gear, batch, tuple(hints))
+        return cls(recipe_path, recipe, gear, batch, (*hints, *unused))
 
     @property
     def run_name(self) -> str:

@@ -17,6 +17,7 @@ from gearbox.config.recipe import (
     LOCAL_ENDINGS,
     OLD_WARMUP,
     RESUME,
+    Adapter,
     Recipe,
     Source,
     keys_of_group,
@@ -142,6 +143,12 @@ def _with_saved_adapter(recipe: Recipe) -> Recipe:
     elif path is not None and recipe.adapter.method == "none":
         raise ValueError(
             f"adapter.path: {path!r} is not a local folder; for a Hub adapter, also set adapter.method to lora or dora"
+        )
+    given = [key for key in Adapter.model_fields if key in recipe.adapter.model_fields_set and key != "path"]
+    if given and path is None and "method" not in given:
+        raise ValueError(
+            f"adapter.{given[0]}: is set without adapter.method, so all weights would be trained; set adapter.method: "
+            "lora, dora or none"
         )
     if recipe.model.quantize and recipe.adapter.method == "none":
         raise ValueError(

@@ -239,3 +239,23 @@ def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:
         ):
             raise UserError(f"adapter.targets: {name} would be trained on two stages; remove it from the list")
     return stages, sum({name: size for of_rank in parameters for name, (size, _) in of_rank.items()}.values())
+
+
+def check_finite(model: nn.Module, world: World) -> None:
+    """Raise UserError on every rank if a weight is NaN or infinite. Each rank reads its shards.
+
+    Weights in 4 bits are packed bytes in the guise of floating point; their scales are not checked.
+    """
+    odd = None
+    for name, parameter in model.named_parameters():
+        is_packed = hasattr(model.get_submodule(name.rpartition(".")[0]), "quant_state")
+        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ds_tensor: partitioned by ZeRO-3
+        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        if not is_packed and local.is_floating_point() and not bool(torch.isfinite(local).all()):
+            odd = name
+            break
+    if names := [found for found in world.gather(odd) if found is not None]:
+        raise UserError(
+            f"model.name: {names[0].removeprefix('base_model.model.')} has values that are NaN or infinite: the "
+            "weights are damaged; download or convert them again"
+        )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
 from gearbox.distributed import pipeline_stages
@@ -20,7 +19,6 @@ from gearbox.distributed.unwrap import text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
-from gearbox.world import World
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -126,26 +124,6 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
 def numberless(name: str) -> str:
     """Return a parameter's name with * in place of each number."""
     return re.sub(r"\d+", "*", name)
-
-
-def check_finite(model: nn.Module, world: World) -> None:
-    """Raise UserError on every rank if a weight is NaN or infinite. Each rank reads its shards.
-
-    Weights in 4 bits are packed bytes in the guise of floating point; their scales are not checked.
-    """
-    odd = None
-    for name, parameter in model.named_parameters():
-        is_packed = hasattr(model.get_submodule(name.rpartition(".")[0]), "quant_state")
-        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ds_tensor: partitioned by ZeRO-3
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
-        if not is_packed and local.is_floating_point() and not bool(torch.isfinite(local).all()):
-            odd = name
-            break
-    if names := [found for found in world.gather(odd) if found is not None]:
-        raise UserError(
-            f"model.name: {names[0].removeprefix('base_model.model.')} has values that are NaN or infinite: the "
-            "weights are damaged; download or convert them again"
-        )
 
 
 def packing_leak(

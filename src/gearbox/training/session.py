@@ -14,6 +14,7 @@ from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
 from gearbox.config.recipe import Model
+from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.console import make_console
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
@@ -85,7 +86,8 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     process_group.check_same_data(world, data.key)
     world.screen.print(f"[bold]Gearbox[/]  recipe {job.recipe_path}  gear {gear.name}")
     if outcome.requested_run_folder() is None:  # a restart does not repeat them
-        for hint in job.hints:
+        unused = unused_keys_of_data(job.recipe, (summary.form for summary in data.corpus.summaries))
+        for hint in (*job.hints, *(f"{job.recipe_path}: {line}" for line in unused)):
             world.screen.print(f"hint: {escape(hint)}")
     for line in topology.format_rank_table(devices):
         world.screen.print(line)
@@ -144,7 +146,7 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     facts = verification.verify(
         engine.accelerator, engine.model, engine.optimizer, job.gear, job.recipe, job.batch.accumulation_steps
     )
-    probes.check_finite(engine.unwrapped, engine.world)
+    verification.check_finite(engine.unwrapped, engine.world)
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
     path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
     if path:
