@@ -102,7 +102,7 @@ def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
-    from types import SimpleNamespace
+    from transformers import PretrainedConfig
 
     from gearbox.config.compatibility import check_architecture
 
@@ -111,7 +111,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do()
         plans = {"base_model_tp_plan": {"layers.*.q_proj": "colwise"}, "base_model_pp_plan": {"layers": ()}}
         gear = load_gear(ROOT / f"accelerate_configs/{name}.yaml", flags)
         with pytest.raises(UserError) as caught:
-            check_architecture(gear, SimpleNamespace(**shape | plans | changes))
+            check_architecture(gear, PretrainedConfig(**shape | plans | changes))
         return str(caught.value)
 
     three = {"num_processes": "3"}
