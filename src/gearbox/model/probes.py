@@ -23,12 +23,10 @@ from gearbox.model.random_init import shrink_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")  # last part of the name
-TOWERS = ("vision", "image", "img", "audio")  # parts of the names of modules that do not read text
-
-
 NUM_TOKENS = 16  # of the row that compares losses
 NUM_NARROW_TOKENS = (512, 64)  # of the row that finds parameters without a gradient; fewer for short position tables
+TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")  # last part of the name
+TOWERS = ("vision", "image", "img", "audio")  # parts of the names of modules that do not read text
 
 
 @torch.no_grad()
@@ -184,7 +182,9 @@ def num_positions(config: PretrainedConfig) -> int | None:
 def _table_sizes(model: PreTrainedModel) -> list[int]:
     """Return the number of positions of each table in a model: embeddings, and buffers of GPT-J and CTRL."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    sizes = {name: module.num_embeddings - getattr(module, "offset", 0) for name, module in modules.items()}
+    # OPT begins at position 2, and RoBERTa after the index of its padding.
+    first = {n: getattr(m, "offset", 0 if m.padding_idx is None else m.padding_idx + 1) for n, m in modules.items()}
+    sizes = {name: module.num_embeddings - first[name] for name, module in modules.items()}
     sizes |= {name: len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2}
     for module in model.modules():  # CTRL's table is a plain attribute
         sizes |= {name: len(value) for name, value in vars(module).items() if name in TABLES and hasattr(value, "dim")}
