@@ -60,8 +60,6 @@ def check_loss(model: nn.Module, unwrapped: nn.Module, num_tokens: int, device: 
     changed[:, half:] = (tokens[:, half:] + num_tokens // 2) % num_tokens
     change = (model(input_ids=changed, **row)[0] - ours)[:, :half].abs().max().item()
     model.train()
-    with _refused(family):  # Reformer trains only rows of one length
-        model(input_ids=tokens, **row)
     if not change <= tolerance:
         raise UserError(
             f"model.name: the family {family} reads the tokens that it is to predict (a loss changes by "
@@ -161,8 +159,17 @@ def measure_packing_leak(engine: Engine, rows: PackedRows, num_tokens: int) -> f
     """Return the largest packing leak over all ranks, for a batch with the shape used in training."""
     batch = rows.batch(fullest_rows(rows, engine.job.batch.micro_rows))
     on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)
+    with _refused(without_adapter(engine.unwrapped).config.model_type):
+        leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)
     return float(engine.accelerator.gather(leak[None]).max())
+
+
+@torch.no_grad()
+def check_row(engine: Engine, rows: PackedRows) -> None:
+    """Raise UserError if the model cannot read unpacked rows in training: Reformer reads only rows of one length."""
+    batch = engine.to_device(rows.batch(fullest_rows(rows, engine.job.batch.micro_rows)))
+    with _refused(without_adapter(engine.unwrapped).config.model_type), engine.local_tokens(batch) as inputs:
+        engine.model(**inputs)
 
 
 def num_positions(config: PretrainedConfig) -> int | None:

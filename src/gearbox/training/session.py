@@ -164,6 +164,8 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
             recipe = engine.job.recipe
             rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
         rows = replace(rows, leakage=leakage)
+    else:
+        probes.check_row(engine, rows.training)
     return rows
 
 
