@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from gearbox.distributed.sharded_state import persistent_buffers, shard_of
 from gearbox.distributed.unwrap import resharded_parameters
@@ -59,3 +62,25 @@ def copy_full_(parameter: torch.Tensor, full: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(full)
+
+
+@contextmanager
+def keeping_loaded_weights() -> Iterator[None]:
+    """Let from_pretrained under ZeRO-3 initialize only modules with a missing weight.
+
+    It calls the family's `_init_weights` for all modules, which leaves loaded weights as they are. But several families
+    read the shape of a weight there, and a partitioned weight has none.
+    """
+    usual = PreTrainedModel._initialize_weights
+
+    def initialize(self: PreTrainedModel, module: torch.nn.Module, *options: bool) -> None:
+        weights = [*module.parameters()]
+        are_loaded = bool(weights) and all(getattr(weight, "_is_hf_initialized", False) for weight in weights)
+        if not (are_loaded and is_deepspeed_zero3_enabled()):
+            usual(self, module, *options)
+
+    PreTrainedModel._initialize_weights = initialize
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = usual

@@ -25,6 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from gearbox import ROOT
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
+from gearbox.distributed.full_parameters import keeping_loaded_weights
 from gearbox.distributed.unwrap import is_composite, model_class, text_class
 from gearbox.errors import UserError, one_line
 from gearbox.filesystem import digest_of
@@ -200,7 +201,10 @@ def _load_weights(
         skipped = [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
         options["quantization_config"].llm_int8_skip_modules = skipped
     try:
-        loaded = loader.from_pretrained(source, config=config, **hub_options(model), use_safetensors=True, **options)
+        with keeping_loaded_weights():
+            loaded = loader.from_pretrained(
+                source, config=config, **hub_options(model), use_safetensors=True, **options
+            )
     except (OSError, ValueError, ImportError) as error:
         raise explain_load_error(source, error) from None
     # Under ZeRO-3 transformers also keeps renamings that it did not need, and save_pretrained would undo them.
