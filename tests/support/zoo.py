@@ -142,6 +142,11 @@ def marks(results: dict[str, Result]) -> dict[str, str]:
     return {column: result.mark(results[reference.get(column, column)]) for column, result in results.items()}
 
 
+def general(refusal: str, family: str) -> str:
+    """Return a message without the family's name and measured numbers, which is the same for other families."""
+    return re.sub(r"by [\d.]+", "by ...", re.sub(rf"\b{family}\b", "FAMILY", refusal))
+
+
 def read_table() -> dict[str, dict[str, str]]:
     """Return the committed marks by family and column."""
     rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
@@ -162,12 +167,12 @@ def write_table(zoo: dict[str, dict[str, Result]]) -> None:
     for family, results in zoo.items():
         cells = []
         for column, mark in marks(results).items():
-            why = results[column].refusal.replace(family, "FAMILY") if mark == "refused" else "fails: see `make zoo`"
+            why = general(results[column].refusal, family) if mark == "refused" else "see what `make zoo` prints"
             if mark != "yes" and why not in reasons:
                 reasons.append(why)
             cells.append(mark if mark == "yes" else f"{mark} [{reasons.index(why) + 1}]")
-        packs = "several" if results["single"].packs else "one"
-        rows.append(f"| `{family}` | {CLASSES[family]} | {' | '.join(cells)} | {packs if cells[0] == 'yes' else ''} |")
+        packs = ("several" if results["single"].packs else "one") if cells[0] == "yes" else "-"
+        rows.append(f"| `{family}` | {CLASSES[family]} | {' | '.join(cells)} | {packs} |")
     footnotes = [f"{i}. {why}" for i, why in enumerate(reasons, start=1)]
     TABLE.write_text(
         PAGE.format(
