@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
+from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gearbox.data.dye import FIELDS, FIRST, LAST, MAX_TURNS, DyedChat, Dyer, Run, find_runs
 from gearbox.data.row_formats import Chat, InvalidRecord, JsonObject, Turn
-from gearbox.data.sources import JSON
 from gearbox.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]  # characters [first, end) of a rendered chat
-STAND_IN = "\ue000"  # from Unicode's private use area: no real content begins or ends with it
+STAND_IN = chr(LAST) * 4  # content of turns that are added to see what the template writes between turns
+MARK = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]+\]")
+ROLE = re.compile(r"assistant|model|bot|gpt|\bai\b", re.IGNORECASE)
+THOUGHT = re.compile(r"<[^<>\s]*(?:think|thought|reason)[^<>\s]*>|\[THINK\]|<\|channel>", re.IGNORECASE)
 CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Templates that print the date get Llama 3.1's own default, so that tokens do not change overnight.
 TODAY = date(2024, 7, 26)
@@ -44,12 +50,12 @@ class Encoded(NamedTuple):
 class ChatTokenizer:
     """A tokenizer with its chat template, for chats and texts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, supervise: str) -> None:
-        self.tokenizer, self.supervise = tokenizer, supervise
-        specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, supervise: str, supplied: bool = False) -> None:
+        self.tokenizer, self.supervise, self.supplied = tokenizer, supervise, supplied
+        added = tokenizer.added_tokens_decoder.values()
+        self.special = _any_of(str(token) for token in added if token.special)
+        self.added = _any_of(map(str, added))
         self.special_tokens = tokenizer.special_tokens_map
-        self.end_of_text = re.compile(rf"\s*{re.escape(tokenizer.eos_token)}" if tokenizer.eos_token else r"(?!)")
         # Use the backend directly, because the tokenizer configures it again in each call.
         # The tokenizer file may request truncation or padding: switch both off.
         self.backend = tokenizer.backend_tokenizer
@@ -60,10 +66,11 @@ class ChatTokenizer:
         self.can_segment = self.backend.decode([*a, *b]) == "ab"
         self.templates: dict[bool, tuple[str, bool]] = {}
         """Template and whether it marks generations, with and without tools."""
-        self.adds_head: bool | None = None
-        """True if the template adds the head of an answer on request. None until this is known."""
-        self.checked_shapes: set[tuple[object, ...]] = set()
-        """Sequences of roles for which the template renders every turn."""
+        self.dyers: dict[str, Dyer] = {}
+        self.gaps: dict[tuple[object, ...], str] = {}
+        """The template's text between two turns, by everything it depends on."""
+        self.asks: dict[tuple[bool, str], bool] = {}
+        """True if the template writes the head of an answer on request, by the role before it and if there are tools."""
 
     def encode(self, documents: list[Chat | str]) -> list[Encoded | InvalidRecord]:
         """Return each document tokenized and not truncated, or an InvalidRecord if the template rejects it."""
@@ -116,26 +123,42 @@ class ChatTokenizer:
         return Encoded(np.concatenate([np.array(ids, np.int32) for ids in tokens]), np.concatenate(loss_masks))
 
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the rendered chat and its trained spans. Raise InvalidRecord if the template omits a part."""
-        turns = chat.turns
-        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
-        text, marked = self._apply(turns, chat.tools)
-        if marked is None:
-            spans: dict[int, Span] = {}
-            for i in answers:
-                spans[i] = self._answer_span(chat, i, text, at_least=max((end for _, end in spans.values()), default=0))
-        else:
-            spans = self._marked_spans(chat, answers, text, marked)
-        self._check_nothing_missing(chat, text, spans)
-        trained = [spans[i] for i in answers if i not in chat.untrained]
+        """Return the rendered chat and its trained spans. Raise InvalidRecord if a span cannot be known exactly."""
+        rendering = self._render_dyed(chat)
+        self._check_nothing_missing(rendering)
+        answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+        trained = [i for i in answers if i not in chat.untrained]
         if self.supervise == "last":
-            trained = [spans[answers[-1]]] if answers[-1] not in chat.untrained else []
-        elif self.supervise == "all":
-            excluded = [self._content_span(chat, i, text) for i, turn in enumerate(turns) if turn["role"] == "tool"]
-            excluded += [spans[i] for i in chat.untrained if i in spans]
-            edges = [0, *(edge for span in sorted(excluded) for edge in span), len(text)]
-            trained = list(zip(edges[::2], edges[1::2], strict=True))
-        return text, trained
+            trained = [i for i in answers[-1:] if i in trained]
+        marked = dict(zip(answers, rendering.marked or (), strict=False))
+        spans = {i: self._span(rendering, i, marked.get(i)) for i in (answers if self.supervise == "all" else trained)}
+        if self.supervise != "all":
+            return rendering.text, [spans[i] for i in trained]
+        excluded = [spans[i] for i in chat.untrained if i in spans]
+        excluded += [rendering.own(i) for i, turn in enumerate(chat.turns) if turn["role"] == "tool"]
+        edges = [0, *(edge for span in sorted(excluded) for edge in span), len(rendering.text)]
+        return rendering.text, list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _render_dyed(self, chat: Chat) -> _Rendering:
+        """Render a chat, and once more with dyed strings."""
+        if len(chat.turns) > MAX_TURNS:
+            raise InvalidRecord(f"the chat has {len(chat.turns):,} turns, more than {MAX_TURNS:,}; divide it")
+        template, _ = self._template(bool(chat.tools))
+        if template not in self.dyers:
+            self.dyers[template] = Dyer(template)
+        text, marked = self._apply(chat.turns, chat.tools)
+        dyed_chat = self.dyers[template].dye(chat.turns)
+        dyed = self._apply(dyed_chat.turns, chat.tools)[0]
+        runs = find_runs(text, dyed)
+        if runs is None:
+            raise InvalidRecord(f"the chat template changes the text of the turns, so {_UNKNOWN}; {_OTHER_TEMPLATE}")
+        answers = sum(turn["role"] == "assistant" for turn in chat.turns)
+        if marked is not None and len(marked) != answers:
+            raise InvalidRecord(
+                f"the chat template marks {len(marked)} generations, but the chat has {answers} assistant turns; "
+                "fix its {% generation %} blocks"
+            )
+        return _Rendering(chat, text, dyed, dyed_chat, runs, marked)
 
     def _apply(
         self, turns: list[Turn], tools: list[JsonObject] | None, ask: bool = False
@@ -173,97 +196,250 @@ class ChatTokenizer:
             self.templates[with_tools] = template, re.search(r"{%-?\s*generation\s*-?%}", template) is not None
         return self.templates[with_tools]
 
-    def _answer_span(self, chat: Chat, turn: int, text: str, at_least: int) -> Span:
-        """Return the span of an answer in the complete text: from the end of its head to the end of its turn."""
-        head = self._apply(chat.turns[:turn], chat.tools, ask=True)[0]
-        is_last = turn == len(chat.turns) - 1
-        through = text if is_last else self._apply(chat.turns[: turn + 1], chat.tools)[0]
-        if text.startswith(through) and through.startswith(head):
-            first = len(head)
-            if self.adds_head is None:
-                self.adds_head = head != self._apply(chat.turns[:turn], chat.tools)[0]
-            content = first if self.adds_head else self._content_span(chat, turn, text)[0]
-            if text[first:content].strip():
-                first = content  # the template adds no head on request; the head in the turn is not part of the answer
-            # The text after this belongs to the next turn. The exception is an end-of-text between turns.
-            return first, self._end_of_turn(text, len(through.rstrip()), closing=self.end_of_text)
-        # The template renders this turn, or an earlier one, differently when more turns follow: Qwen3 removes old
-        # reasoning. Replace the content to find the part that is left.
-        first, end = self._content_span(chat, turn, text)
-        before = self._apply(chat.turns[:turn], chat.tools)[0]
-        ask = head.removeprefix(before) if head.startswith(before) else ""
-        head_start = text.rfind(ask, at_least, first) if ask else -1
-        return (first if head_start < 0 else head_start + len(ask)), self._end_of_turn(text, end)
+    def _span(self, rendering: _Rendering, turn: int, marked: Span | None) -> Span:
+        """Return the span of an answer, from the end of its head to the end of its turn. It contains nothing else."""
+        first = self._start(rendering, turn)
+        if marked is not None:
+            first = marked[0] if self.supplied else max(first, marked[0])
+        end = self._end(rendering, turn, first)
+        if marked is not None:
+            end = max(end, len(rendering.text[: marked[1]].rstrip()))
+        name = f"turn {turn + 1} (assistant)"
+        for run in rendering.runs:
+            if run.turn == turn and not first <= run.first <= run.end <= end:
+                raise InvalidRecord(f"{name}: the chat template renders a part of it elsewhere, so {_UNKNOWN}")
+            if run.turn != turn and run.first < end and run.end > first:
+                raise InvalidRecord(
+                    f"{name}: the chat template renders turn {run.turn + 1} inside it, so {_UNKNOWN}; {_OTHER_TEMPLATE}"
+                )
+        for call in rendering.chat.turns[turn].get("tool_calls", ()):
+            if call["function"]["name"] not in rendering.dyed[first:end]:
+                raise InvalidRecord(f"{name}: {_LEFT_OUT} its call of {call['function']['name']!r}; {_OTHER_TEMPLATE}")
+        return first, end
 
-    def _marked_spans(self, chat: Chat, answers: list[int], text: str, marked: list[Span]) -> dict[int, Span]:
-        """Return the marked span of each answer, including its end of turn."""
-        if len(marked) != len(answers):
-            raise InvalidRecord(
-                f"the chat template marks {len(marked)} generations, but the chat has {len(answers)} assistant turns; "
-                "fix its {% generation %} blocks"
-            )
-        return {i: (first, self._end_of_turn(text, end)) for i, (first, end) in zip(answers, marked, strict=True)}
+    def _start(self, rendering: _Rendering, turn: int) -> int:
+        """Return the end of an answer's head: the end of the prompt that asks for this answer."""
+        before = rendering.dyed_chat.turns[:turn]
+        asked, at = self._gap(rendering, "asked", before)
+        rest = rendering.dyed[at : rendering.first(turn)]
+        about = bool(rendering.chat.tools), rendering.chat.turns[turn - 1]["role"]
+        if about not in self.asks:
+            self.asks[about] = asked != self._gap(rendering, "quiet", before)[0]
+        if not self.asks[about]:
+            plain, _ = self._gap(rendering, "plain", before, answer=True)
+            head = plain if ROLE.search(plain[self._common_prefix(asked, plain) :]) else asked
+            return at + self._common_prefix(head, rest)
+        if not self.supplied and rest.startswith(asked.rstrip()):
+            return at + self._common_prefix(asked, rest)
+        head = self._role_head(rendering, before, asked)
+        found = rest.find(head) if head else -1
+        return at + (found + len(head) if found >= 0 else self._common_prefix(asked, rest))
 
-    def _end_of_turn(self, text: str, end: int, closing: re.Pattern[str] | None = None) -> int:
-        """Return the end of the special token at `end`, or the end of the text before it if that ends with one.
+    def _role_head(self, rendering: _Rendering, before: list[Turn], asked: str) -> str:
+        """Return the part of a generation prompt that every answer has: all but reasoning that the template supplies."""
+        request = asked[self._common_prefix(asked, self._gap(rendering, "quiet", before)[0]) :]
+        plain, _ = self._gap(rendering, "plain", before, answer=True)
+        if thought := THOUGHT.search(request):
+            request = request[: thought.start()]
+        lengths = (n for n in range(len(request), 0, -1) if request[:n] in plain)
+        length = next(lengths, 0)
+        return request[: self._common_prefix(request[:length] + STAND_IN, request)]
 
-        Spaces after the token are excluded. After spaces, only the end-of-text token counts, because another special
-        token may start the next turn.
+    def _gap(self, rendering: _Rendering, kind: str, turns: list[Turn], answer: bool = False) -> tuple[str, int]:
+        """Return the template's text after the last string of some turns, and the place of that string's end."""
+        tools = rendering.chat.tools
+        shapes = rendering.dyed_chat.shapes[: len(turns)]
+        key = (kind, bool(tools), *shapes)
+        last = len(turns) - 1
+        if None not in shapes and key in self.gaps:
+            return self.gaps[key], rendering.end(last)
+        turns = [*turns, {"role": "assistant", "content": STAND_IN}] if answer else turns
+        dyed = self._apply(turns, tools, ask=kind == "asked")[0]
+        stop = dyed.find(STAND_IN) if answer else len(dyed)
+        begin = next((k for k in range(stop, 0, -1) if FIRST <= ord(dyed[k - 1]) < LAST), 0)
+        gap = dyed[begin:stop]
+        owner = (ord(dyed[begin - 1]) - FIRST) // len(FIELDS) if begin else -1
+        if None not in shapes and owner == last:
+            self.gaps[key] = gap
+        return gap, rendering.end(owner)
+
+    def _end(self, rendering: _Rendering, turn: int, first: int) -> int:
+        """Return the end of an answer: its own text, what closes it, and the token at which generation stops.
+
+        The template may write that token only if another turn follows. It is then appended to the rendering.
         """
-        kept = len(text[:end].rstrip())
-        if any(token.end() == kept for token in self.special.finditer(text, max(0, kept - 64), kept)):
-            return kept
-        token = (closing or self.special).match(text, end) or self.end_of_text.match(text, end)
-        return token.end() if token else end
+        chat = rendering.chat
+        place = max(first, rendering.own(turn)[1])
+        tail = rendering.dyed[place : rendering.next_dyed(place)]
+        eos = self.tokenizer.eos_token or "\0"
+        special = self.special.search(tail)
+        if special and special[0] == eos:
+            return place + special.end()
+        is_last = turn == len(chat.turns) - 1
+        other = self._closing(rendering, turn, place, is_last)
+        closing = tail[: self._common_prefix(tail, other)].rstrip()
+        if eos in closing:
+            closing = closing[: closing.index(eos) + len(eos)]
+        if re.search(rf"(?:{self.special.pattern})\Z", closing):
+            return place + len(closing)
+        next_special = re.compile(rf"\s*(?:{self.special.pattern})")
+        if found := next_special.match(tail, len(closing)):
+            return place + found.end()
+        if is_last and not tail[len(closing) :].strip():
+            found = next_special.match(other, len(closing))
+            rendering.append(place + len(closing), other[len(closing) : found.end()] if found else self._stop())
+            return len(rendering.text)
+        if not chat.turns[turn].get("tool_calls") and re.search(rf"(?:{self.added.pattern})\Z", closing):
+            return place + len(closing)
+        raise InvalidRecord(
+            f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token of the "
+            "tokenizer, so generation would not stop there; add it to model.add_tokens or set data.supervise=last"
+        )
 
-    def _content_span(self, chat: Chat, turn: int, text: str) -> Span:
-        """Return the span of a turn's content in the complete text: the part that changes with the content."""
-        turns = [*chat.turns]
-        turns[turn] = {k: v for k, v in turns[turn].items() if k != "tool_calls"} | {"content": STAND_IN}
-        changed = self._apply(turns, chat.tools)[0]
-        if STAND_IN not in changed:
-            raise InvalidRecord(f"turn {turn + 1} ({chat.turns[turn]['role']}): {_LEFT_OUT} its content")
-        first = _common_prefix(text, changed)
-        suffix = min(_common_prefix(text[::-1], changed[::-1]), len(text) - first, len(changed) - first)
-        return first, len(text) - suffix
+    def _closing(self, rendering: _Rendering, turn: int, place: int, is_last: bool) -> str:
+        """Return what the template writes after an answer if it is the last turn, or if it is not the last."""
+        turns = rendering.dyed_chat.turns[: turn + 1]
+        if not is_last:
+            gap, at = self._gap(rendering, "quiet", turns)
+            return gap[place - at :]
+        calls = turns[-1].get("tool_calls", ())
+        results: list[Turn] = [
+            {"role": "tool", "name": call["function"]["name"], "content": STAND_IN}
+            | ({"tool_call_id": call["id"]} if "id" in call else {})
+            for call in calls
+        ]
+        try:
+            dyed = self._apply([*turns, *(results or [{"role": "user", "content": STAND_IN}])], rendering.chat.tools)[0]
+        except InvalidRecord:
+            return ""
+        begin = dyed.rfind(chr(ord(rendering.dyed[rendering.end(turn) - 1])), 0, dyed.find(STAND_IN)) + 1
+        end = next((k for k in range(begin, len(dyed)) if ord(dyed[k]) >= FIRST and ord(dyed[k]) <= LAST), len(dyed))
+        return dyed[begin + place - rendering.end(turn) : end]
 
-    def _check_nothing_missing(self, chat: Chat, text: str, spans: dict[int, Span]) -> None:
+    def _stop(self) -> str:
+        """Return the token at which generation stops, for a template that ends no turn."""
+        from transformers import GenerationConfig
+
+        try:
+            stops = GenerationConfig.from_pretrained(self.tokenizer.name_or_path).eos_token_id
+        except OSError:
+            stops = None
+        stop = stops[0] if isinstance(stops, list) else stops
+        token = self.tokenizer.eos_token if stop is None else self.tokenizer.convert_ids_to_tokens(stop)
+        if token is None:
+            raise InvalidRecord(f"neither the chat template nor the tokenizer ends an answer; {_OTHER_TEMPLATE}")
+        return str(token)
+
+    def _common_prefix(self, a: str, b: str) -> int:
+        """Return the length of the longest common prefix that does not end inside a mark."""
+        length = _common_prefix(a, b)
+        for text in (a, b):
+            for pattern in (self.added, MARK):
+                for mark in pattern.finditer(text, max(0, length - 64), length + 64):
+                    if mark.start() < length < mark.end():
+                        length = mark.start()
+        return length
+
+    def _check_nothing_missing(self, rendering: _Rendering) -> None:
         """Raise InvalidRecord if the text lacks a turn, part of a turn, or the tools."""
-        # A template omits turns by their roles, so each sequence of roles is checked once.
-        shape = (bool(chat.tools), *((turn["role"], bool(turn.get("tool_calls"))) for turn in chat.turns))
-        if shape not in self.checked_shapes:
-            for i in range(len(chat.turns)):
-                self._content_span(chat, i, text)
-            stand_in: JsonObject = {"name": STAND_IN, "description": "", "parameters": {}}
-            if chat.tools:
-                with_stand_in = self._apply(chat.turns, [{"type": "function", "function": stand_in}])[0]
-                if STAND_IN not in with_stand_in:
+        chat, found = rendering.chat, rendering.found
+        for tool in chat.tools or ():
+            for part in (tool["function"]["name"], tool["function"].get("description", "")):
+                if not _shows(rendering.dyed, part):
                     hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
                     raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
-            self.checked_shapes.add(shape)
-        for i in range(len(chat.turns)):
-            self._check_turn(chat, i, text, spans)
-
-    def _check_turn(self, chat: Chat, i: int, text: str, spans: dict[int, Span]) -> None:
-        """Raise InvalidRecord if the text lacks the content of a turn, a call, or the last reasoning."""
-        turn, last_answer = chat.turns[i], max(spans)
-        name = f"turn {i + 1} ({turn['role']})"
-        within = text[slice(*spans[i])] if i in spans else text
-        if not _shows(within, turn["content"]):
-            # The template may remove the beginning of an earlier answer: reasoning that later turns do not need.
-            rest = _without_spaces(self.special.sub("", within)) if i in spans and i < last_answer else ""
-            if not rest or not _without_spaces(turn["content"]).endswith(rest):
-                raise InvalidRecord(f"{name}: {_LEFT_OUT} its content or a part of it; {_OTHER_TEMPLATE}")
-        for call in turn.get("tool_calls", ()):
-            function = call["function"]
-            if not all(_shows(within, part) for part in [function["name"], *_texts(function["arguments"])]):
-                raise InvalidRecord(f"{name}: {_LEFT_OUT} its call of {function['name']!r}; {_OTHER_TEMPLATE}")
-        if i == last_answer and not _shows(within, turn.get("reasoning_content", "")):
-            raise InvalidRecord(f"{name}: {_LEFT_OUT} its reasoning_content; {_OTHER_TEMPLATE}")
+        last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")
+        for (i, field), plain in rendering.dyed_chat.plain.items():
+            turn = chat.turns[i]
+            kept = found.get((i, field), "")
+            if len(kept) >= len(plain) and (plain or field != "content" or _shows(rendering.dyed, turn[field])):
+                continue
+            # The template may remove the reasoning of an earlier answer, which later turns do not need.
+            if turn["role"] == "assistant" and i < last_answer:
+                if field == "reasoning_content" or (field == "content" and kept and plain.endswith(kept)):
+                    continue
+            part = {"content": "its content or a part of it", "tool_calls": "a part of its call"}.get(
+                field, f"its {field}"
+            )
+            if field == "tool_calls":
+                part = f"its call of {turn['tool_calls'][0]['function']['name']!r}"
+            raise InvalidRecord(f"turn {i + 1} ({turn['role']}): {_LEFT_OUT} {part}; {_OTHER_TEMPLATE}")
 
 
+@dataclass
+class _Rendering:
+    """A rendered chat, and the same with dyed strings."""
+
+    chat: Chat
+    text: str
+    dyed: str
+    dyed_chat: DyedChat
+    runs: list[Run]
+    marked: list[Span] | None
+
+    @cached_property
+    def edges(self) -> dict[int, Span]:
+        """The first and the last dyed character of each turn."""
+        edges: dict[int, Span] = {}
+        for run in self.runs:
+            edges[run.turn] = (edges.get(run.turn, (run.first, 0))[0], run.end)
+        return edges
+
+    @cached_property
+    def found(self) -> dict[tuple[int, str], str]:
+        """The dyed characters that the template printed, by turn and field."""
+        found: dict[tuple[int, str], str] = {}
+        for run in self.runs:
+            text = self.text[run.first : run.end]
+            if run.num_dyed != len(text):
+                text = "".join(c for c, d in zip(text, self.dyed[run.first : run.end], strict=True) if c != d)
+            found[run.turn, run.field] = found.get((run.turn, run.field), "") + text
+        return found
+
+    def first(self, turn: int) -> int:
+        """Return the place of the first dyed character of a turn, or else the end of the text."""
+        return self.edges[turn][0] if turn in self.edges else len(self.text)
+
+    def end(self, turn: int) -> int:
+        """Return the place after the last dyed character of a turn, or else 0."""
+        return self.edges[turn][1] if turn in self.edges else 0
+
+    def next_dyed(self, place: int) -> int:
+        """Return the place of the next dyed character, or else the end of the text."""
+        return min((run.first for run in self.runs if run.first >= place), default=len(self.text))
+
+    def own(self, turn: int) -> Span:
+        """Return the span of a turn's content in the text, with the undyed characters around it."""
+        if turn not in self.edges:
+            return 0, 0
+        first, end = self.edges[turn]
+        content, dyed = self.chat.turns[turn]["content"], self.dyed_chat.turns[turn]["content"]
+        places = [k for k, (a, b) in enumerate(zip(content, dyed, strict=True)) if a != b]
+        if places:
+            before, after = content[: places[0]], content[places[-1] + 1 :]
+            first -= max((len(s) for s in _forms(before) if self.text.endswith(s, 0, first)), default=0)
+            end += max((len(s) for s in _forms(after) if self.text.startswith(s, end)), default=0)
+        return first, end
+
+    def append(self, place: int, end: str) -> None:
+        """Replace the spaces from `place` on by the end of the last turn."""
+        self.text, self.dyed = self.text[:place] + end, self.dyed[:place] + end
+
+
+_UNKNOWN = "its trained tokens cannot be known"
 _LEFT_OUT = "the chat template omits"
 _OTHER_TEMPLATE = "set data.chat_template to one that renders it"
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of these strings."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
+def _forms(text: str) -> set[str]:
+    """Return the forms in which templates print a text: as it is, stripped, or escaped for JSON, Python or HTML."""
+    quoted = {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
+    return {text, text.strip(), *quoted, escape(text), escape(text, quote=False)}
 
 
 def _tokens_of(encoding: Encoding, span: Span, text: str) -> tuple[int, int] | None:
@@ -310,12 +486,3 @@ def _shows(text: str, content: str) -> bool:
         or json.dumps(content, ensure_ascii=False)[1:-1] in text
         or _without_spaces(content) in _without_spaces(text)
     )
-
-
-def _texts(value: JSON) -> Iterator[str]:
-    """Yield the strings inside a call's arguments."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
