@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,6 +60,7 @@ class Run(NamedTuple):
     field: str
     first: int
     end: int
+    num_dyed: int
 
 
 @dataclass
@@ -74,22 +75,16 @@ class Rendering:
     marked: dict[int, Span] | None
     """What the template marks as generated, by turn. None if it has no markers."""
 
-    @cached_property
-    def edges(self) -> dict[int, Span]:
+    def __post_init__(self) -> None:
+        self.edges: dict[int, Span] = {}
         """The first dyed character of each turn, and the end of its last one."""
-        edges: dict[int, Span] = {}
         for run in self.runs:
-            edges[run.turn] = (edges[run.turn][0] if run.turn in edges else run.first, run.end)
-        return edges
+            self.edges[run.turn] = (self.edges[run.turn][0] if run.turn in self.edges else run.first, run.end)
 
-    @cached_property
-    def found(self) -> dict[tuple[int, str], str]:
-        """The dyed characters that the template printed, by turn and field."""
-        found: dict[tuple[int, str], str] = {}
-        for run in self.runs:
-            pairs = zip(self.text[run.first : run.end], self.dyed[run.first : run.end], strict=True)
-            found[run.turn, run.field] = found.get((run.turn, run.field), "") + "".join(a for a, b in pairs if a != b)
-        return found
+    def printed(self, turn: int, field: str) -> str:
+        """Return the characters of a field that the template printed, without those that are not dyed."""
+        spans = [slice(run.first, run.end) for run in self.runs if (run.turn, run.field) == (turn, field)]
+        return "".join(a for span in spans for a, b in zip(self.text[span], self.dyed[span], strict=True) if a != b)
 
     def content(self, turn: int) -> Span:
         """Return the span of a turn's strings in the text, with the undyed characters around them."""
@@ -97,6 +92,8 @@ class Rendering:
             return 0, 0
         first, end = self.edges[turn]
         content, dyed = self.chat.turns[turn]["content"], self.dyed_turns.turns[turn]["content"]
+        if content[:1] != dyed[:1] and content[-1:] != dyed[-1:]:
+            return first, end
         places = [k for k, (a, b) in enumerate(zip(content, dyed, strict=True)) if a != b]
         if places:
             before, after = content[: places[0]], content[places[-1] + 1 :]
@@ -119,34 +116,34 @@ class ChatTemplate:
         self._literals: dict[bool, list[str]] = {}
 
     def apply(
-        self, turns: list[Turn], tools: list[JsonObject] | None, ask: bool = False
-    ) -> tuple[str, list[Span] | None]:
-        """Return the rendered text, and the marked spans or None. `ask` adds the head of an answer."""
+        self, chats: list[list[Turn]], tools: list[JsonObject] | None, ask: bool = False
+    ) -> tuple[list[str], list[Span] | None]:
+        """Return the rendered texts, and the marked spans of the first or None. `ask` adds the head of an answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template, has_markers = self._template(bool(tools))
         options = {"add_generation_prompt": ask, "return_assistant_tokens_mask": has_markers}
         try:
             texts, marked = render_jinja_template(
-                [turns], tools=tools, chat_template=template, **options, **self.special_tokens
+                chats, tools=tools, chat_template=template, **options, **self.special_tokens
             )
         except Exception as error:  # a template is third-party code that can raise anything
             message = one_line(error)
             raise InvalidRecord(f"the chat template rejects this chat: {message or type(error).__name__}") from None
-        return texts[0], list(map(tuple, marked[0])) if has_markers else None
+        return texts, list(map(tuple, marked[0])) if has_markers else None
 
     def apply_dyed(self, turns: list[Turn], tools: list[JsonObject] | None, ask: bool = False) -> str:
-        """Return the rendered text of dyed turns. Dyes that the template wrote as JSON escapes are characters again."""
-        text = self.apply(turns, tools, ask)[0]
-        return ESCAPED_DYE.sub(lambda pair: json.loads(f'"{pair[0]}"'), text) if "\\ud8" in text else text
+        """Return the rendered text of dyed turns."""
+        return _unescape_dyes(self.apply([turns], tools, ask)[0][0])
 
     def render(self, chat: Chat) -> Rendering:
         """Return a rendered chat. Raise InvalidRecord if it is not known where its characters come from."""
         if len(chat.turns) > MAX_TURNS:
             raise InvalidRecord(f"the chat has {len(chat.turns):,} turns, more than {MAX_TURNS:,}; divide it")
-        text, marked = self.apply(chat.turns, chat.tools)
+        self._template(bool(chat.tools))
         dyed_turns = self._dye(chat)
-        dyed = self.apply_dyed(dyed_turns.turns, chat.tools)
+        (text, dyed), marked = self.apply([chat.turns, dyed_turns.turns], chat.tools)
+        dyed = _unescape_dyes(dyed)
         if len(text) != len(dyed):
             dyed = _align(text, dyed)
         runs = find_runs(text, dyed)
@@ -246,21 +243,35 @@ def find_runs(text: str, dyed: str) -> list[Run] | None:
     runs = []
     for a, b in pairwise(edges):
         turn, field = divmod(int(found[a]) - FIRST, len(FIELDS))
-        runs.append(Run(turn, FIELDS[field], int(places[a]), int(places[b - 1]) + 1))
+        runs.append(Run(turn, FIELDS[field], int(places[a]), int(places[b - 1]) + 1, b - a))
     return runs
 
 
+def _unescape_dyes(text: str) -> str:
+    """Return the text with the dyes that the template wrote as JSON escapes as characters again."""
+    return ESCAPED_DYE.sub(lambda pair: _unescape(pair[0]), text) if "\\ud8" in text else text
+
+
 def _align(text: str, dyed: str) -> str:
-    """Return the dyed text with each character repeated as often as the text needs to write it as a JSON escape."""
-    pieces, place = [], 0
+    """Return the dyed text with each dye as often as the text needs characters for it, where that has JSON escapes."""
+    dyed = ESCAPED.sub(lambda escaped: _unescape(escaped[0]), dyed)
+    pieces, place, end = [], 0, 0
     for escaped in ESCAPED.finditer(text):
-        pieces.append(dyed[place : place + escaped.start() - sum(map(len, pieces))])
-        place += len(pieces[-1])
-        written = escaped[0].encode().decode("unicode-escape").encode("utf-16", "surrogatepass").decode("utf-16")
-        for character in written:
-            pieces.append(dyed[place : place + 1] * (12 if character > "\uffff" else 6))
-            place += 1
+        gap = escaped.start() - end
+        pieces.append(dyed[place : place + gap])
+        place, end = place + gap, escaped.end()
+        first = escaped.start()
+        for character in _unescape(escaped[0]):
+            length = 12 if character > "\uffff" else 6
+            dye = dyed[place : place + 1]
+            pieces.append(dye * length if DYED.match(dye) else text[first : first + length])
+            place, first = place + 1, first + length
     return "".join([*pieces, dyed[place:]])
+
+
+def _unescape(escapes: str) -> str:
+    """Return the characters of some JSON escapes such as \\u00e9."""
+    return escapes.encode().decode("unicode-escape").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _marks_of(marked: list[Span], runs: list[Run], answers: list[int]) -> dict[int, Span]:

@@ -231,9 +231,9 @@ class ChatTokenizer:
         if found := self.next_special.match(tail, length) or (calls and self.special.search(tail, length)):
             return place + found.end()
         rest = tail[length:].rstrip()
-        if is_last and (not rest or calls):
-            if found := self.next_special.match(other, length) or (rest and self.special.search(other, length)):
-                return self._append(rendering, place + length + len(rest), other, found)
+        found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
+        if is_last and found and (not rest or calls):
+            return self._append(rendering, place + length + len(rest), other, found)
         if self.at_end[1].search(closing):
             return place + length
         if is_last and not rest:
@@ -291,6 +291,8 @@ class ChatTokenizer:
     def _common_prefix(self, a: str, b: str) -> int:
         """Return the length of the longest common prefix that does not end inside a mark."""
         length = _common_prefix(a, b)
+        if length == len(a):
+            return length
         for text in (a, b):
             for pattern in (self.added, MARK):
                 for mark in pattern.finditer(text, max(0, length - 64), length + 64):
@@ -320,7 +322,10 @@ def _tail(rendering: Rendering, turn: int, dyed: str, first: int) -> tuple[int, 
 
 def _check_nothing_missing(rendering: Rendering) -> None:
     """Raise InvalidRecord if the text lacks a turn, part of a turn, or the tools."""
-    chat, found = rendering.chat, rendering.found
+    chat = rendering.chat
+    num_printed: dict[tuple[int, str], int] = {}
+    for run in rendering.runs:
+        num_printed[run.turn, run.field] = num_printed.get((run.turn, run.field), 0) + run.num_dyed
     for tool in chat.tools or ():
         function = tool["function"]
         if not (shows(rendering.dyed, function["name"]) and shows(rendering.dyed, function.get("description") or "")):
@@ -328,11 +333,14 @@ def _check_nothing_missing(rendering: Rendering) -> None:
             raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
     last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")
     for (i, field), plain in rendering.dyed_turns.plain.items():
-        turn, kept = chat.turns[i], found.get((i, field), "")
-        if len(kept) >= len(plain) and (plain or field != "content" or shows(rendering.text, turn[field])):
+        turn = chat.turns[i]
+        if plain and num_printed.get((i, field), 0) >= len(plain):
             continue
+        if not plain and (field != "content" or shows(rendering.text, turn[field])):
+            continue
+        # The template may remove the reasoning of an earlier answer, which later turns do not need.
         if i < last_answer and turn["role"] == "assistant" and field != "tool_calls":
-            # The template may remove the reasoning of an earlier answer, which later turns do not need.
+            kept = rendering.printed(i, field)
             if field == "reasoning_content" or (kept and plain.endswith(kept)):
                 continue
         part = {"content": "its content or a part of it", "reasoning_content": "its reasoning_content"}.get(field)
