@@ -137,6 +137,9 @@ class Data(Group):
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Chat turns to train on, with the end of each turn: all assistant turns, the `last` assistant turn, or `all` turns
     except tool results."""
+    supervise_supplied: bool = False
+    """Also train on what the template writes after the head of an answer in the prompt, such as an empty think block.
+    It is not trained by default, because the template writes it at generation too."""
     long: Literal["auto", "truncate", "split", "drop"] = "auto"
     """Treatment of a document longer than a row: cut off its end, split it into pieces, or drop it; `auto` splits text
     and truncates chats."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
-from gearbox.data import loss_mask, row_formats, sources, tokenization
+from gearbox.data import chat_rendering, loss_mask, row_formats, sources, tokenization
 from gearbox.data.sources import Origin
 from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
 from gearbox.errors import UserError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # After this wait another rank builds the file itself. By then the builder holds the lock, unless its data differs.
 BUILDER_FIRST_SECONDS = 60
 # The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
-MODULES = (row_formats, sources, loss_mask, tokenization)
+MODULES = (row_formats, sources, chat_rendering, loss_mask, tokenization)
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -119,7 +119,7 @@ def load_or_build(
     import datasets
     from filelock import FileLock, Timeout
 
-    chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise)
+    chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
     try:
         origins = sources.find(data.sources)
         stamps = [origin.stamp() for origin in origins]
@@ -152,7 +152,7 @@ def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizer
     dependencies = [
         FORMS,
         *((origin.source, origin.fields, origin.content()) for origin in origins),
-        data.model_dump(include={"form", "roles", "supervise", "text_unit", "on_bad_row"}),
+        data.model_dump(include={"form", "roles", "supervise", "supervise_supplied", "text_unit", "on_bad_row"}),
         xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
