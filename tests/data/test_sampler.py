@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
-from gearbox.data.batches import chain_hash, micro_batches_of
-from gearbox.data.sampler import SLOTS, Sampler
+from gearbox.data.batches import SLOTS, Sampler, chain_hash, micro_batches_of
 from gearbox.errors import UserError
 
 

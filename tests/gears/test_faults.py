@@ -6,7 +6,7 @@ The second test switches off each protection to show that it is needed.
 import pytest
 
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.data import sampler
+from gearbox.data import batches
 from support import ledger
 from support.faults import NUM_ROWS, STEPS, at_step, kill, patch_step
 
@@ -58,6 +58,6 @@ def test_the_ledger_notices_what_is_wrong(train, books, monkeypatch):
     assert any("instead of" in problem for problem in interrupted("ahead", load=((TrainState, "from_json"), ahead)))
     forgetful = interrupted("forgetful", load=((run_folder.Run, "restore"), lambda *_: None))
     assert any("instead of" in problem for problem in forgetful)
-    again = interrupted("again", load=((sampler.Sampler, "rows_of_step"), lambda self, step: list(range(6))))
+    again = interrupted("again", load=((batches.Sampler, "rows_of_step"), lambda self, step: list(range(6))))
     assert any("trained different rows" in problem for problem in again)
     assert any("rows repeated" in problem for problem in again)

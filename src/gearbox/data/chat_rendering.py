@@ -225,6 +225,7 @@ def _dye_call(call: JsonObject, dye: str, literals: list[str], texts: list[str])
         return text
 
     function = call["function"]
+    assert isinstance(function, dict)
     return call | {"function": function | {"arguments": dyed(function["arguments"])}}
 
 

@@ -328,7 +328,8 @@ def _check_nothing_missing(rendering: Rendering) -> None:
         num_printed[run.turn, run.field] = num_printed.get((run.turn, run.field), 0) + run.num_dyed
     for tool in chat.tools or ():
         function = tool["function"]
-        if not (shows(rendering.dyed, function["name"]) and shows(rendering.dyed, function.get("description") or "")):
+        assert isinstance(function, dict)
+        if not all(shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
             hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
             raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
     last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")

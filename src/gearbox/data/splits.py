@@ -14,9 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox.config.recipe import Data, Recipe
-from gearbox.data.batches import PackedRows
+from gearbox.data.batches import PackedRows, Sampler, make_sampler
 from gearbox.data.packing import Chunks, Corpus, chunk_documents
-from gearbox.data.sampler import Sampler, make_sampler
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
