@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import random
+import re
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from gearbox.errors import UserError
 
 SMOLLM2 = ROOT / "models" / "smollm2-135m"
 SPECIAL = [
-    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|bos|>",
+    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|bos|>", "<|system|>",
+    "<|observation|>", "<|start|>", "<|message|>", "<|channel|>", "<|end_call|>", "<|call|>", "<|return|>", "<turn|>",
+    "<|turn>", "<|tool_response>", "<|start_text|>", "<|end_text|>", "<|start_call|>", "[TOOL_CALLS]",
 ]  # fmt: skip
 END = {"smollm2": "<|im_end|>", "llama_like": "<|eot_id|>", "qwen_like": "<|im_end|>", "chatml_tools": "<|im_end|>"}
+TEMPLATES = ROOT / "tests/data/templates"
 NO_THOUGHT = "<think>\n\n</think>\n\n"  # Qwen's template writes it before the last answer
 
 
@@ -26,7 +31,7 @@ def template(name: str) -> str:
         if not SMOLLM2.is_dir():
             pytest.skip("needs SmolLM2: make smollm2")
         return AutoTokenizer.from_pretrained(SMOLLM2).chat_template
-    folder = ROOT / "recipes/chat_templates" if name == "chatml_tools" else ROOT / "tests/data/templates"
+    folder = ROOT / "recipes/chat_templates" if name == "chatml_tools" else TEMPLATES
     return (folder / f"{name}.jinja").read_text()
 
 
@@ -36,9 +41,9 @@ def make():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "bos_token": "<|bos|>"})
 
-    def encoder(name: str, supervise: str = "assistant") -> ChatTokenizer:
-        tokenizer.chat_template = template(name) if name in END else name
-        return ChatTokenizer(tokenizer, supervise)
+    def encoder(name: str, supervise: str = "assistant", supplied: bool = False) -> ChatTokenizer:
+        tokenizer.chat_template = name if "{" in name else template(name)
+        return ChatTokenizer(tokenizer, supervise, supplied)
 
     return encoder
 
@@ -163,20 +168,27 @@ def test_marked_spans_get_their_end_of_turn(make):
 
 
 def test_markers_and_prefixes_agree(make):
-    import re
-
     unmarked = re.sub(r"{%- (end)?generation -%}\n", "", template("chatml_tools"))
     for record in ({"messages": SYSTEM + TWO}, {"messages": TOOLS, "tools": [WEATHER]}):
         ours, theirs = (encode(make(t), record) for t in (unmarked, template("chatml_tools")))
         assert (ours.tokens == theirs.tokens).all() and (ours.loss_mask == theirs.loss_mask).all()
 
 
-def test_markers_that_do_not_match_the_turns_are_refused(make):
+def test_several_markers_of_a_turn_are_one(make):
+    """TRL's template for Phi 3 marks the end-of-text after the last answer as well."""
     twice = template("chatml_tools").replace(
         "{{- message.content -}}\n{%- for", "{{- message.content -}}{%- endgeneration -%}{%- generation -%}\n{%- for"
     )
-    with pytest.raises(InvalidRecord, match="marks 4 generations, but the chat has 2 assistant turns"):
-        trained(make(twice), {"messages": TWO})
+    assert twice != template("chatml_tools")
+    for record in ({"messages": SYSTEM + TWO}, {"messages": TOOLS, "tools": [WEATHER]}):
+        assert trained(make(twice), record) == trained(make("chatml_tools"), record)
+
+
+def test_markers_that_do_not_match_the_turns_are_refused(make):
+    first = template("chatml_tools").replace("{%- generation -%}", "{%- if loop.index < 3 -%}{%- generation -%}")
+    first = first.replace("{%- endgeneration -%}", "{%- endgeneration -%}{%- endif -%}")
+    with pytest.raises(InvalidRecord, match="marks 1 generations, but the chat has 2 assistant turns"):
+        trained(make(first), {"messages": TWO})
 
 
 @pytest.mark.parametrize(
@@ -273,9 +285,9 @@ def test_a_token_that_crosses_an_edge_is_divided(make):
     )
     encoder = ChatTokenizer(tokenizer, "assistant")
     assert tokenizer.decode(encode(encoder, {"messages": turns_of("user", "q", "assistant", "abc")}).tokens) == (
-        "USER: q\nASSISTANT: abc\n"
+        "USER: q\nASSISTANT: abc\n<|end|>"
     )
-    assert trained(encoder, {"messages": turns_of("user", "q", "assistant", "abc")}) == ["abc"]
+    assert trained(encoder, {"messages": turns_of("user", "q", "assistant", "abc")}) == ["abc\n<|end|>"]
 
 
 HEADLESS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -307,17 +319,47 @@ def test_the_end_of_text_is_trained_after_spaces_too(make, ending):
         assert found.startswith(text) and found.endswith("<|end|>") and found.count("<|") == 1
 
 
-def test_an_end_that_only_the_last_turn_lacks_is_trained_elsewhere(make):
-    ask = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-    between = HEADLESS.replace("<|im_end|>\n", "{{ eos_token if not loop.last }}") + ask
-    assert trained(make(between), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
-    broken = HEADLESS.replace("<|im_end|>", "{{ eos_token if not loop.last }}") + ask
-    assert trained(make(broken), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d"]
+ASK = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 
 
-def test_the_head_of_the_next_turn_is_not_an_end_of_turn(make):
-    without = HEADLESS.replace("<|im_end|>\n", "") + "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-    assert trained(make(without), {"messages": TWO}) == ["hé €", "B c.\n\n- d"]
+def test_an_end_that_the_last_turn_lacks_is_added(make):
+    between = HEADLESS.replace("<|im_end|>\n", "{{ eos_token if not loop.last }}") + ASK
+    assert trained(make(between), {"messages": TWO}) == ["hé €<|end|>", "B c.\n\n- d<|end|>"]
+    spaced = HEADLESS.replace("<|im_end|>\n", "{{ ' <|im_end|>\n' if not loop.last }}") + ASK
+    assert trained(make(spaced), {"messages": TWO}) == ["hé € <|im_end|>", "B c.\n\n- d <|im_end|>"]
+
+
+def test_generation_stops_at_the_next_head_if_no_turn_has_an_end(make):
+    without = HEADLESS.replace("<|im_end|>\n", "") + ASK
+    assert trained(make(without), {"messages": TWO}) == ["hé €<|im_start|>", "B c.\n\n- d<|im_start|>"]
+
+
+@pytest.mark.parametrize("ending", ["", "<|stop|>"])
+def test_an_end_that_is_not_a_token(make, ending):
+    """The template of Phi 3 with another tokenizer: generation would never stop after an earlier answer."""
+    plain = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{ending}\n{{% endfor %}}"
+    plain += "{{ 'assistant: ' if add_generation_prompt }}"
+    with pytest.raises(
+        InvalidRecord, match=rf"turn 2 .assistant.: the chat template ends it with '{re.escape(ending)}'"
+    ):
+        trained(make(plain), {"messages": TWO})
+    assert trained(make(plain, "last"), {"messages": TWO}) == [f"B c.\n\n- d{ending}\n<|end|>"]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
+    if ending:
+        tokenizer.add_tokens([ending])
+        tokenizer.chat_template = plain
+        assert trained(ChatTokenizer(tokenizer, "assistant"), {"messages": TWO}) == [
+            "hé €<|stop|>", "B c.\n\n- d<|stop|>"
+        ]  # fmt: skip
+
+
+def test_the_end_may_come_from_the_generation_config(tmp_path):
+    AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    record = {"messages": turns_of("user", "q", "assistant", "a")}
+    assert trained(ChatTokenizer(tokenizer, "assistant"), record) == ["a\n<|user|>"]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +433,247 @@ def test_real_files(make, name, file):
             else:
                 assert turn["tool_calls"][0]["function"]["name"] in part
         assert np.isin(outcome.loss_mask, [0, 1]).all()
+
+
+def call(name: str, number: int, **arguments) -> dict:
+    return {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: str, number: int) -> dict:
+    return {"role": "tool", "content": content, "tool_call_id": f"call0000{number}", "name": "weather"}
+
+
+CITY = {"properties": {"city": {"type": "string", "description": "größer"}}, "type": "object"}
+USED = {
+    "messages": [
+        *turns_of("user", "weather?"),
+        {"role": "assistant", "content": "", "tool_calls": [call("weather", 1, city="Zürich", days=2)]},
+        result('{"sky": "grey"}', 1),
+        *turns_of("assistant", "Grey.", "user", "and now?"),
+        {"role": "assistant", "content": "", "tool_calls": [call("now", 2)]},
+        result("12:30", 2),
+        *turns_of("assistant", "Noon"),
+    ],
+    "tools": [
+        {"type": "function", "function": {"name": "weather", "description": 'of a "city" in °C', "parameters": CITY}},
+        {"type": "function", "function": {"name": "now", "description": "the time"}},
+    ],
+}
+NO_ANSWER = "<think>\n\n</think>\n\n"
+EXPECTED = {
+    "next_head_ends": [
+        "\n<think></think>\n<tool_call>weather\n<arg>city=Zürich</arg>\n<arg>days=2</arg>\n</tool_call><|observation|>",
+        "\n<think></think>\nGrey.<|user|>",
+        "\n<think></think>\n<tool_call>now\n</tool_call><|observation|>",
+        "\n<think></think>\nNoon<|user|>",
+    ],
+    "named_results": [
+        ' to=functions.weather<|channel|>commentary<|message|>{"city": "Zürich", "days": 2}<|call|>',
+        "<|channel|>final<|message|>Grey.<|end|>",
+        " to=functions.now<|channel|>commentary<|message|>{}<|call|>",
+        "<|channel|>final<|message|>Noon<|return|>",
+    ],
+    "strict_turns": [
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich", "days": 2}, "id": "call00001"}]<|end|>',
+        " Grey.<|end|>",
+        '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "call00002"}]<|end|>',
+        " Noon<|end|>",
+    ],
+    "results_inside": [
+        '<|tool_call>call:weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|><|tool_response>',
+        "Grey.<turn|>",
+        "<|tool_call>call:now{}<tool_call|><|tool_response>",
+        "Noon<turn|>",
+    ],
+    "always_a_head": [
+        '<|start_call|>{\n  "name": "weather",\n  "arguments": {\n    "city": "Zürich",\n    "days": 2\n  }\n}'
+        "<|end_call|><|eot_id|>",
+        "<|start_text|>Grey.<|end_text|><|eot_id|>",
+        '<|start_call|>{\n  "name": "now",\n  "arguments": {}\n}<|end_call|><|eot_id|>',
+        "<|start_text|>Noon<|end_text|><|eot_id|>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_calls_and_results_of_every_kind_of_template(make, name):
+    assert trained(make(name), USED) == EXPECTED[name]
+    rest = encode(make(name, "all"), USED)
+    untrained = make(name).tokenizer.decode(rest.tokens[rest.loss_mask == 0])
+    quoted = json.dumps('{"sky": "grey"}')[1:-1] if name == "named_results" else '{"sky": "grey"}'
+    assert untrained == quoted + "12:30", "the results, and nothing else"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_chat_that_ends_with_a_call(make, name):
+    for count in (2, 6):
+        record = USED | {"messages": USED["messages"][:count]}
+        assert trained(make(name), record) == EXPECTED[name][: count // 2]
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "qwen_like", "opened_thought"])
+def test_tools_that_the_template_omits_are_refused(make, name):
+    """Apriel prints tools as Python does, Reka as JSON in ASCII. Both print their descriptions."""
+    assert trained(make(name), USED)
+    tools = [USED["tools"][0]]
+    text = (
+        template(name).replace("tool | ", "tool.function.name | ").replace("tools | string", "tools[0].function.name")
+    )
+    text = text.replace("tool.function.description", "''")
+    if name == "opened_thought":
+        text = text.replace("{%- set ns", "{%- set tools = [] -%}{%- set ns")
+    with pytest.raises(InvalidRecord, match="tools: the chat template omits the tools"):
+        trained(make(text), USED | {"tools": tools})
+
+
+THINKING = [
+    *turns_of("user", "a"),
+    {"role": "assistant", "content": "first", "reasoning_content": "old"},
+    *turns_of("user", "b"),
+    {"role": "assistant", "content": "second", "reasoning_content": "new"},
+]
+IN_CONTENT = turns_of("user", "a", "assistant", "<think>\nold\n</think>\n\nfirst") + turns_of(
+    "user", "b", "assistant", "<think>\nnew\n</think>\n\nsecond"
+)
+
+
+@pytest.mark.parametrize("turns", [THINKING, IN_CONTENT], ids=["field", "content"])
+def test_reasoning_in_the_content_is_trained_where_the_template_shows_it(make, turns):
+    record = {"messages": turns}
+    assert trained(make("next_head_ends"), record) == [
+        "\n<think></think>\nfirst<|user|>", "\n<think>new</think>\nsecond<|user|>"
+    ]  # fmt: skip
+    assert trained(make("opened_thought"), record) == ["first<|im_end|>", "new\n</think>\n\nsecond<|im_end|>"]
+
+
+AFTER = "\n</think>\n\nsecond"
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "unprompted", "everything"),
+    [
+        ("opened_thought", TWO, ["hé €", "\n</think>\n\nB c.\n\n- d"], ["hé €", NO_ANSWER + "B c.\n\n- d"]),
+        (
+            "opened_thought",
+            THINKING,
+            ["first", "new\n</think>\n\nsecond"],
+            ["first", "<think>\nnew\n</think>\n\nsecond"],
+        ),
+        ("closed_thought", TWO, ["hé €", "B c.\n\n- d"], ["hé €", NO_ANSWER + "B c.\n\n- d"]),
+        ("qwen_like", TWO, ["hé €", NO_ANSWER + "B c.\n\n- d"], ["hé €", NO_ANSWER + "B c.\n\n- d"]),
+    ],
+)
+@pytest.mark.parametrize("supplied", [False, True])
+def test_text_that_the_template_supplies_is_trained_on_request(make, name, turns, unprompted, everything, supplied):
+    """Only what the prompt contains is supplied. Qwen 3 thinks by default, so its prompt has no empty thought."""
+    expected = [text + "<|im_end|>" for text in (everything if supplied else unprompted)]
+    assert trained(make(name, supplied=supplied), {"messages": turns}) == expected
+
+
+def test_a_supplied_thought_follows_the_markers_of_the_template(make):
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}" + (
+        "<think>\n\n</think>\n\n{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}\n{% endfor %}{{ '<|im_start|>assistant\n<think>\n' if add_generation_prompt }}"
+    )
+    answers = ["hé €<|im_end|>", "B c.\n\n- d<|im_end|>"]
+    assert trained(make(text), {"messages": TWO}) == ["\n</think>\n\n" + answer for answer in answers]
+    assert trained(make(text, supplied=True), {"messages": TWO}) == [NO_ANSWER + answer for answer in answers]
+
+
+def test_a_template_that_moves_the_system_prompt(make):
+    moved = template("strict_turns").replace("if loop.last and", "if message == users[-1] and")
+    assert trained(make(moved), {"messages": SYSTEM + TWO}) == [" hé €<|end|>", " B c.\n\n- d<|end|>"]
+    with pytest.raises(InvalidRecord, match=r"turn 1 .system.: the chat template omits its content"):
+        trained(make("strict_turns"), {"messages": SYSTEM + TWO})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("{{ m.content | unique | join }}", "changes the text of the turns"),
+        ("{{ m.content | upper }}", None),
+        ("{{ m.content | replace('e', 'ee') }}", None),
+        (
+            "{{ m.content[:1] ~ messages[0].content ~ m.content[1:] }}",
+            "turn 2 .assistant.: .* renders turn 1 inside it",
+        ),
+        ("{{ messages[0].content ~ m.content }}", "turn 2 .assistant.: .* a part of it elsewhere"),
+        ("{{ m.content ~ messages[0].content }}", "turn 2 .assistant.: .* a part of it elsewhere"),
+    ],
+)
+def test_a_span_with_text_of_another_turn_is_refused(make, change, reason):
+    changed = make(HEADLESS.replace("{{ m.content }}", change) + ASK)
+    turns = turns_of("user", "hid", "assistant", "help", "user", "and then", "assistant", "done")
+    if reason is None:
+        assert len(trained(changed, {"messages": turns})) == 2
+    else:
+        with pytest.raises(InvalidRecord, match=reason):
+            trained(changed, {"messages": turns})
+
+
+WORDS = [
+    "Zürich",
+    "a b",
+    "x_1",
+    '"quoted"',
+    "<b>bold</b>",
+    "{}",
+    "[1]",
+    "user",
+    "\\n",
+    "l1\nl2",
+    "</tool_call>",
+    "…",
+    "𠀀",
+    "42",
+    "&c",
+]
+
+
+def random_chat(draw: random.Random) -> dict:
+    """Return a chat whose turns consist of words that name their turn, between other texts."""
+    turns: list[dict] = []
+
+    def text() -> str:
+        return " ".join([f"t{len(turns)}w", *draw.choices(WORDS, k=draw.randint(0, 3)), f"t{len(turns)}z"])
+
+    for _ in range(draw.randint(1, 3)):
+        turns.append({"role": "user", "content": text()})
+        if draw.random() < 0.5:
+            number = len(turns)
+            arguments = {"city": text(), "days": draw.randint(0, 9)} if draw.random() < 0.7 else {}
+            turns.append({"role": "assistant", "content": "", "tool_calls": [call("weather", number, **arguments)]})
+            turns.append(result(text(), number))
+        turns.append({"role": "assistant", "content": text()})
+    return {"messages": turns, "tools": USED["tools"]}
+
+
+ALL = ["chatml_tools", "qwen_like", "opened_thought", *EXPECTED]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_trained_text_of_random_chats(make, name):
+    draw = random.Random(name)
+    encoder, everything = make(name), make(name, "all")
+    for _ in range(25):
+        record = random_chat(draw)
+        answers = [i for i, turn in enumerate(record["messages"]) if turn["role"] == "assistant"]
+        runs = trained(encoder, record)
+        assert len(runs) == len(answers)
+        for i, run in zip(answers, runs, strict=True):
+            turn = record["messages"][i]
+            calls = turn.get("tool_calls", [])
+            own = [turn["content"], *(value for c in calls for value in c["function"]["arguments"].values())]
+            shown = [str(text) if "tool_calls" not in turn else json.dumps(text, ensure_ascii=False) for text in own]
+            assert all(a in run or b in run for a, b in zip(map(str, own), shown, strict=True))
+            assert {*re.findall(r"t\d+[wz]", run)} <= {f"t{i}w", f"t{i}z"}, "text of another turn"
+            assert "weather" in run if calls else run.count(turn["content"]) == 1
+            assert run.endswith(("|>", "<|tool_response>")) and not re.search(r"assistant|model\n|\[INST\]", run)
+        outcome = encode(everything, record)
+        untrained = everything.tokenizer.decode(outcome.tokens[outcome.loss_mask == 0])
+        results = [turn["content"] for turn in record["messages"] if turn["role"] == "tool"]
+        forms = {"".join(results), "".join(json.dumps(text, ensure_ascii=False)[1:-1] for text in results)}
+        assert untrained in forms
 
 
 def test_the_common_prefix_is_the_longest():

@@ -49,6 +49,8 @@ class DyedTurns(NamedTuple):
     turns: list[Turn]
     plain: dict[tuple[int, str], str]
     """The characters that are dyed, by turn and field."""
+    base: int
+    """The first of the dyes."""
     shapes: list[Shape | None]
     """Everything about each turn on which the template's own text can depend, or None if that is not known."""
 
@@ -141,12 +143,18 @@ class ChatTemplate:
         if len(chat.turns) > MAX_TURNS:
             raise InvalidRecord(f"the chat has {len(chat.turns):,} turns, more than {MAX_TURNS:,}; divide it")
         self._template(bool(chat.tools))
-        dyed_turns = self._dye(chat)
+        dyed_turns = self._dye(chat, FIRST)
         (text, dyed), marked = self.apply([chat.turns, dyed_turns.turns], chat.tools)
+        if not text.isascii() and (own := {ord(character) for character in DYED.findall(text)}):
+            # The chat has such ideographs: take other ones.
+            count = len(chat.turns) * len(FIELDS)
+            free = (first for first in range(FIRST, LAST - count, count) if own.isdisjoint(range(first, first + count)))
+            dyed_turns = self._dye(chat, next(free, FIRST))
+            (text, dyed), marked = self.apply([chat.turns, dyed_turns.turns], chat.tools)
         dyed = _unescape_dyes(dyed)
         if len(text) != len(dyed):
             dyed = _align(text, dyed)
-        runs = find_runs(text, dyed)
+        runs = find_runs(text, dyed, dyed_turns.base)
         if runs is None:
             raise InvalidRecord(f"the chat template changes the text of the turns, so {UNKNOWN}; {OTHER_TEMPLATE}")
         answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
@@ -173,7 +181,7 @@ class ChatTemplate:
             self._literals[with_tools] = _literals(template)
         return self._templates[with_tools]
 
-    def _dye(self, chat: Chat) -> DyedTurns:
+    def _dye(self, chat: Chat, base: int) -> DyedTurns:
         """Return the turns with dyed contents, reasoning and call arguments. All else keeps its value."""
         literals = self._literals[bool(chat.tools)]
         plain: dict[tuple[int, str], str] = {}
@@ -183,19 +191,19 @@ class ChatTemplate:
             copy, shape = dict(turn), [turn["role"]]
             for number, field in enumerate(FIELDS[:2]):
                 if text := turn.get(field):
-                    dye = chr(FIRST + i * len(FIELDS) + number)
+                    dye = chr(base + i * len(FIELDS) + number)
                     copy[field], plain[i, field], found = _dye_text(text, dye, literals)
                     shape += [field, *found, bool(plain[i, field])]
             if "tool_calls" in turn:
                 texts = [""]
-                dye = chr(FIRST + i * len(FIELDS) + 2)
+                dye = chr(base + i * len(FIELDS) + 2)
                 copy["tool_calls"] = [_dye_call(call, dye, literals, texts) for call in turn["tool_calls"]]
                 plain[i, "tool_calls"] = "".join(texts)
             dyed.append(copy)
             # The text after a turn depends on its last characters if these are not dyed.
             is_simple = copy.keys() <= {"role", *FIELDS[:2]} and DYED.match(copy["content"][-1:])
             shapes.append(tuple(shape) if is_simple else None)
-        return DyedTurns(dyed, plain, shapes)
+        return DyedTurns(dyed, plain, base, shapes)
 
 
 def _dye_text(text: str, dye: str, literals: list[str]) -> tuple[str, str, tuple[str, ...]]:
@@ -229,7 +237,7 @@ def _dye_call(call: JsonObject, dye: str, literals: list[str], texts: list[str])
     return call | {"function": function | {"arguments": dyed(function["arguments"])}}
 
 
-def find_runs(text: str, dyed: str) -> list[Run] | None:
+def find_runs(text: str, dyed: str, base: int = FIRST) -> list[Run] | None:
     """Return the runs of the dyed rendering in order, or None if it is not the true rendering with other characters."""
     if len(text) != len(dyed):
         return None
@@ -238,12 +246,12 @@ def find_runs(text: str, dyed: str) -> list[Run] | None:
     found = codes[places]
     if not len(found):
         return []
-    if found.min() < FIRST or found.max() >= LAST:
+    if found.min() < base or found.max() >= LAST:
         return None
     edges = [0, *((found[1:] != found[:-1]).nonzero()[0] + 1).tolist(), len(found)]
     runs = []
     for a, b in pairwise(edges):
-        turn, field = divmod(int(found[a]) - FIRST, len(FIELDS))
+        turn, field = divmod(int(found[a]) - base, len(FIELDS))
         runs.append(Run(turn, FIELDS[field], int(places[a]), int(places[b - 1]) + 1, b - a))
     return runs
 

@@ -8,6 +8,7 @@ Only the rendering of the complete chat counts. A chat is rejected if that rende
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -127,6 +128,7 @@ class ChatTokenizer:
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the rendered chat and its trained spans. Raise InvalidRecord if a span cannot be known exactly."""
         rendering = self.template.render(chat)
+        _check_tools(rendering)
         _check_nothing_missing(rendering)
         answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
         trained = [i for i in answers if i not in chat.untrained]
@@ -142,6 +144,7 @@ class ChatTokenizer:
 
     def _span(self, rendering: Rendering, turn: int) -> Span:
         """Return the span of an answer, from the end of its head to the end of its turn. It contains nothing else."""
+        _check_alone(rendering, turn, rendering.edges.get(turn, (0, 0)))
         first = self._start(rendering, turn)
         marked = rendering.marked[turn] if rendering.marked is not None else None
         if marked is not None:
@@ -149,16 +152,10 @@ class ChatTokenizer:
         end = self._end(rendering, turn, first)
         if marked is not None:
             end = max(end, len(rendering.text[: marked[1]].rstrip()))
-        name = f"turn {turn + 1} (assistant)"
-        for run in rendering.runs:
-            if run.turn == turn and not first <= run.first <= run.end <= end:
-                raise InvalidRecord(f"{name}: the chat template renders a part of it elsewhere, so {UNKNOWN}")
-            if run.turn != turn and run.first < end and run.end > first:
-                raise InvalidRecord(
-                    f"{name}: the chat template renders turn {run.turn + 1} inside it, so {UNKNOWN}; {OTHER_TEMPLATE}"
-                )
+        _check_alone(rendering, turn, (first, end))
         for call in rendering.chat.turns[turn].get("tool_calls", ()):
             if call["function"]["name"] not in rendering.dyed[first:end]:
+                name = f"turn {turn + 1} (assistant)"
                 raise InvalidRecord(f"{name}: {_LEFT_OUT} its call of {call['function']['name']!r}; {OTHER_TEMPLATE}")
         return first, end
 
@@ -204,7 +201,7 @@ class ChatTokenizer:
         dyed = self.template.apply_dyed(before, tools, ask=kind == "asked")
         stop = dyed.find(STAND_IN) if kind == "plain" else len(dyed)
         begin = _last_dyed(dyed, stop)
-        owner = (ord(dyed[begin - 1]) - FIRST) // len(FIELDS) if begin else -1
+        owner = (ord(dyed[begin - 1]) - rendering.dyed_turns.base) // len(FIELDS) if begin else -1
         if None not in shapes and owner == turn - 1:
             self.gaps[key] = dyed[begin:stop]
         return dyed[begin:stop], owner
@@ -233,7 +230,9 @@ class ChatTokenizer:
         rest = tail[length:].rstrip()
         found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
         if is_last and found and (not rest or calls):
-            return self._append(rendering, place + length + len(rest), other, found)
+            begin = len(other[: found.end()].removesuffix(found[0].strip()).rstrip())
+            rendering.append(place + length + len(rest), other[begin : found.end()])
+            return len(rendering.text)
         if self.at_end[1].search(closing):
             return place + length
         if is_last and not rest:
@@ -244,12 +243,6 @@ class ChatTokenizer:
             "tokenizer, so generation would not stop there; add it to model.add_tokens, set data.supervise=last or "
             "use another data.chat_template"
         )
-
-    def _append(self, rendering: Rendering, place: int, other: str, token: re.Match[str]) -> int:
-        """Append a token, and the spaces before it, to the last answer. Return the new end of the text."""
-        begin = len(other[: token.end()].removesuffix(token[0].strip()).rstrip())
-        rendering.append(place, other[begin : token.end()])
-        return len(rendering.text)
 
     def _other_tail(self, rendering: Rendering, turn: int, is_last: bool) -> str:
         """Return what the template writes after an answer if it is the last turn, or if it is not the last."""
@@ -308,7 +301,7 @@ def _last_dyed(dyed: str, stop: int) -> int:
 
 def _tail(rendering: Rendering, turn: int, dyed: str, first: int) -> tuple[int, str]:
     """Return where the strings of an answer end in a dyed text, and the text from there to the next string."""
-    own = [chr(FIRST + turn * len(FIELDS) + field) for field in range(len(FIELDS))]
+    own = [chr(rendering.dyed_turns.base + turn * len(FIELDS) + field) for field in range(len(FIELDS))]
     place = max(dyed.rfind(dye, first) for dye in own) + 1
     if not place:  # its calls have no strings
         stand_in = dyed.find(STAND_IN)
@@ -320,22 +313,41 @@ def _tail(rendering: Rendering, turn: int, dyed: str, first: int) -> tuple[int, 
     return place, dyed[place : following.start() if following else len(dyed)]
 
 
-def _check_nothing_missing(rendering: Rendering) -> None:
-    """Raise InvalidRecord if the text lacks a turn, part of a turn, or the tools."""
-    chat = rendering.chat
-    num_printed: dict[tuple[int, str], int] = {}
+def _check_alone(rendering: Rendering, turn: int, span: Span) -> None:
+    """Raise InvalidRecord if the span of an answer contains another turn, or lacks a part of this one."""
+    first, end = span
     for run in rendering.runs:
-        num_printed[run.turn, run.field] = num_printed.get((run.turn, run.field), 0) + run.num_dyed
-    for tool in chat.tools or ():
+        is_inside = first <= run.first and run.end <= end
+        if run.turn == turn and not is_inside and (rendering.marked is None or run.field != "reasoning_content"):
+            problem = "a part of it elsewhere"
+        elif run.turn != turn and run.first < end and run.end > first:
+            problem = f"turn {run.turn + 1} inside it"
+        else:
+            continue
+        raise InvalidRecord(
+            f"turn {turn + 1} (assistant): the chat template renders {problem}, so {UNKNOWN}; {OTHER_TEMPLATE}"
+        )
+
+
+def _check_tools(rendering: Rendering) -> None:
+    """Raise InvalidRecord if the text lacks the name or the description of a tool."""
+    for tool in rendering.chat.tools or ():
         function = tool["function"]
         assert isinstance(function, dict)
         if not all(shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
             hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
             raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
+
+
+def _check_nothing_missing(rendering: Rendering) -> None:
+    """Raise InvalidRecord if the text lacks a turn or part of a turn."""
+    chat, num_printed = rendering.chat, Counter[tuple[int, str]]()
+    for run in rendering.runs:
+        num_printed[run.turn, run.field] += run.num_dyed
     last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")
     for (i, field), plain in rendering.dyed_turns.plain.items():
         turn = chat.turns[i]
-        if plain and num_printed.get((i, field), 0) >= len(plain):
+        if plain and num_printed[i, field] >= len(plain):
             continue
         if not plain and (field != "content" or shows(rendering.text, turn[field])):
             continue
