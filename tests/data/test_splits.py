@@ -1,12 +1,10 @@
 """Guards splits: a document is trained, held out or dropped with a reason, and no copy is on both sides."""
 
 import pytest
-from transformers import AutoTokenizer
 
-from gearbox import ROOT
 from gearbox.errors import UserError
 from gearbox.reporting import plan
-from support.corpora import BYE, GOOD, HI, add_up, arranged, jsonl, read, recipe_of
+from support.corpora import BYE, HI, add_up, arranged, jsonl, read, recipe_of
 
 
 def test_sources_with_weights_and_field_names(tokenizer, tmp_path):
@@ -170,12 +168,3 @@ def test_samples_are_held_out_questions_with_the_trained_prompt(tokenizer, tmp_p
     for sample in prepared.samples:
         assert int(sample.question[1:]) in held and sample.answer == sample.question.replace("q", "a")
         assert tokenizer.decode(sample.prompt) == f"<|user|>{sample.question}<|end|><|assistant|>"
-
-
-def test_a_template_without_an_end_of_turn_gets_a_hint(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", GOOD)
-    for ending, hinted in (("<|end|>", False), ("</end>\n", True)):
-        other = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
-        other.chat_template = other.chat_template.replace("<|end|>", ending)
-        found, prepared = arranged(other, path)
-        assert ("hint" in plan.data_facts(recipe_of(path), found, prepared, other)) == hinted

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from markupsafe import escape
 
 from gearbox.data.row_formats import Chat, InvalidRecord, JsonObject, Turn
 from gearbox.data.sources import JSON
@@ -325,7 +325,7 @@ def _literals(template: str) -> list[str]:
 def _forms(text: str) -> set[str]:
     """Return the forms in which templates print a text: as it is, stripped, or escaped for JSON, Python or HTML."""
     quoted = {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
-    return {text, text.strip(), *quoted, escape(text), escape(text, quote=False)}
+    return {text, text.strip(), *quoted, str(escape(text))}
 
 
 def shows(text: str, content: str) -> bool:

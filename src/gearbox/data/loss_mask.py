@@ -154,9 +154,8 @@ class ChatTokenizer:
             end = max(end, len(rendering.text[: marked[1]].rstrip()))
         _check_alone(rendering, turn, (first, end))
         for call in rendering.chat.turns[turn].get("tool_calls", ()):
-            if call["function"]["name"] not in rendering.dyed[first:end]:
-                name = f"turn {turn + 1} (assistant)"
-                raise InvalidRecord(f"{name}: {_LEFT_OUT} its call of {call['function']['name']!r}; {OTHER_TEMPLATE}")
+            if (name := call["function"]["name"]) not in rendering.dyed[first:end]:
+                raise InvalidRecord(f"turn {turn + 1} (assistant): {_LEFT_OUT} its call of {name!r}; {OTHER_TEMPLATE}")
         return first, end
 
     def _start(self, rendering: Rendering, turn: int) -> int:
@@ -239,9 +238,8 @@ class ChatTokenizer:
             rendering.append(len(rendering.text), self._stop())
             return len(rendering.text)
         raise InvalidRecord(
-            f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token of the "
-            "tokenizer, so generation would not stop there; add it to model.add_tokens, set data.supervise=last or "
-            "use another data.chat_template"
+            f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token, so "
+            "generation would not stop; use model.add_tokens or data.supervise=last"
         )
 
     def _other_tail(self, rendering: Rendering, turn: int, is_last: bool) -> str:

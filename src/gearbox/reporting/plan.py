@@ -138,22 +138,7 @@ def data_facts(
             f"{(source.weight or 0) / total:.1%} of each batch from {source.path} ({size:,} rows)"
             for source, size in zip(sources, rows.group_sizes, strict=True)
         )
-    if not _ends_are_special(rows, tokenizer):
-        shown["hint"] = (
-            "trained turns do not end with a special token, so the model may never learn to stop; check that the chat "
-            "template matches the tokenizer"
-        )
     return shown
-
-
-def _ends_are_special(rows: PackedRows, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return True if most of the first 100 documents end their supervised tokens with a special token."""
-    specials = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = []
-    for document in np.unique(rows.chunks.document)[:100].tolist():
-        tokens, trained = rows.documents.tokens(document), rows.documents.loss_mask(document)
-        ends.append(int(tokens[np.flatnonzero(trained)[-1]]) in specials)
-    return sum(ends) * 2 >= len(ends)
 
 
 def _origins(corpus: MappedCorpus) -> Iterator[str]:
