@@ -412,6 +412,29 @@ def test_a_tokenizer_that_joins_a_space_to_the_next_word(scheme):
     assert found == ["the sky</s>", "blue</s>"]
 
 
+def test_a_token_with_text_of_the_next_turn_is_refused():
+    """Such a token is divided, unless the tokenizer prepends a space to each part."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [*"▁abUq:", "ab", "bU"]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(letters)}, [("b", "U")]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    core.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'U:' if m.role == 'user' else 'a:' }}{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' and loop.last }}{% endfor %}{{ 'a:' if add_generation_prompt }}"
+    )
+    turns = turns_of("user", "q", "assistant", "ab", "user", "q", "assistant", "ab")
+    with pytest.raises(InvalidRecord, match="turn 2 .assistant.: the chat template ends it with ''"):
+        trained(ChatTokenizer(tokenizer, "assistant"), {"messages": turns})
+    encoder = ChatTokenizer(tokenizer, "all")
+    encoder.render = lambda chat: ("ab" + "U:q", [(0, 2)])  # as if the turn had no end
+    (outcome,) = encoder.encode([row_formats.Chat(turns)])
+    assert isinstance(outcome, InvalidRecord) and str(outcome).startswith("a token joins 'U' and a trained answer")
+
+
 @pytest.mark.parametrize("file", ["glaive_toolcall_en_demo.json", "alpaca_en_demo.json"])
 @pytest.mark.parametrize("name", ["llama_like", "qwen_like", "chatml_tools"])
 def test_real_files(make, name, file):

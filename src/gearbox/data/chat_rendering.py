@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -39,6 +40,7 @@ KEPT = r"\s\"'\\<>&\x00-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f
 CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 # Templates that print the date get Llama 3.1's own default, so that tokens do not change overnight.
 TODAY = date(2024, 7, 26)
+LEFT_OUT = "the chat template omits"
 OTHER_TEMPLATE = "set data.chat_template to one that renders it"
 UNKNOWN = "its trained tokens cannot be known"
 
@@ -246,12 +248,12 @@ def find_runs(text: str, dyed: str, base: int = FIRST) -> list[Run] | None:
     found = codes[places]
     if not len(found):
         return []
-    if found.min() < base or found.max() >= LAST:
-        return None
     edges = [0, *((found[1:] != found[:-1]).nonzero()[0] + 1).tolist(), len(found)]
     runs = []
     for a, b in pairwise(edges):
-        turn, field = divmod(int(found[a]) - base, len(FIELDS))
+        if not base <= (code := int(found[a])) < LAST:
+            return None
+        turn, field = divmod(code - base, len(FIELDS))
         runs.append(Run(turn, FIELDS[field], int(places[a]), int(places[b - 1]) + 1, b - a))
     return runs
 
@@ -328,8 +330,40 @@ def _forms(text: str) -> set[str]:
     return {text, text.strip(), *quoted, str(escape(text))}
 
 
-def shows(text: str, content: str) -> bool:
+def _shows(text: str, content: str) -> bool:
     """Return True if the text contains the content: stripped, escaped or with different spaces."""
     if content.strip() in text:
         return True
     return any(form.strip() in text for form in _forms(content)) or "".join(content.split()) in "".join(text.split())
+
+
+def check_tools(rendering: Rendering) -> None:
+    """Raise InvalidRecord if the text lacks the name or the description of a tool."""
+    for tool in rendering.chat.tools or ():
+        function = tool["function"]
+        assert isinstance(function, dict)
+        if not all(_shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
+            hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
+            raise InvalidRecord(f"tools: {LEFT_OUT} the tools; {hint}")
+
+
+def check_nothing_missing(rendering: Rendering) -> None:
+    """Raise InvalidRecord if the text lacks a turn or part of a turn."""
+    chat, num_printed = rendering.chat, Counter[tuple[int, str]]()
+    for run in rendering.runs:
+        num_printed[run.turn, run.field] += run.num_dyed
+    last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")
+    for (i, field), plain in rendering.dyed_turns.plain.items():
+        turn = chat.turns[i]
+        if plain and num_printed[i, field] >= len(plain):
+            continue
+        if not plain and (field != "content" or _shows(rendering.text, turn[field])):
+            continue
+        # The template may remove the reasoning of an earlier answer, which later turns do not need.
+        if i < last_answer and turn["role"] == "assistant" and field != "tool_calls":
+            kept = rendering.printed(i, field)
+            if field == "reasoning_content" or (kept and plain.endswith(kept)):
+                continue
+        part = {"content": "its content or a part of it", "reasoning_content": "its reasoning_content"}.get(field)
+        part = part or f"its call of {turn['tool_calls'][0]['function']['name']!r}"
+        raise InvalidRecord(f"turn {i + 1} ({turn['role']}): {LEFT_OUT} {part}; {OTHER_TEMPLATE}")

@@ -8,7 +8,6 @@ Only the rendering of the complete chat counts. A chat is rejected if that rende
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,13 +19,15 @@ from gearbox.data.chat_rendering import (
     DYED,
     FIELDS,
     FIRST,
+    LEFT_OUT,
     OTHER_TEMPLATE,
     STAND_IN,
     UNKNOWN,
     ChatTemplate,
     Rendering,
     Span,
-    shows,
+    check_nothing_missing,
+    check_tools,
 )
 from gearbox.data.row_formats import Chat, InvalidRecord, Turn
 from gearbox.errors import UserError
@@ -102,7 +103,7 @@ class ChatTokenizer:
             tokens = np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32)
             yield Encoded(tokens, np.ones(len(tokens), np.int8))
 
-    def _encode_rendered(self, rendered: list[tuple[str, list[Span]]]) -> Iterator[Encoded]:
+    def _encode_rendered(self, rendered: list[tuple[str, list[Span]]]) -> Iterator[Encoded | InvalidRecord]:
         encodings = self.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for (text, spans), encoding in zip(rendered, encodings, strict=True):
             token_spans = [_tokens_of(encoding, span, text) for span in spans]
@@ -111,12 +112,19 @@ class ChatTokenizer:
                 yield self._encode_segments(text, spans)
                 continue
             loss_mask = np.zeros(len(encoding.ids), np.int8)
+            outside = ""
             for token_span, (first, end) in zip(token_spans, spans, strict=True):
                 if token_span is not None:
                     loss_mask[slice(*token_span)] = 1
-                else:  # the token joins a word and the space before it: train it
-                    loss_mask |= np.array([start < end and stop > first for start, stop in encoding.offsets], np.int8)
-            yield Encoded(np.array(encoding.ids, np.int32), loss_mask)
+                    continue
+                for token, (start, stop) in enumerate(encoding.offsets):
+                    if start < end and stop > first:  # the token may join a word and the space before it: train it
+                        loss_mask[token] = 1
+                        outside += text[start:first] + text[end:stop]
+            if outside.strip():
+                yield InvalidRecord(f"a token joins {outside.strip()[:40]!r} and a trained answer; {OTHER_TEMPLATE}")
+            else:
+                yield Encoded(np.array(encoding.ids, np.int32), loss_mask)
 
     def _encode_segments(self, text: str, spans: list[Span]) -> Encoded:
         edges = [0, *(edge for span in spans for edge in span), len(text)]
@@ -128,8 +136,8 @@ class ChatTokenizer:
     def render(self, chat: Chat) -> tuple[str, list[Span]]:
         """Return the rendered chat and its trained spans. Raise InvalidRecord if a span cannot be known exactly."""
         rendering = self.template.render(chat)
-        _check_tools(rendering)
-        _check_nothing_missing(rendering)
+        check_tools(rendering)
+        check_nothing_missing(rendering)
         answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
         trained = [i for i in answers if i not in chat.untrained]
         if self.supervise == "last":
@@ -155,7 +163,7 @@ class ChatTokenizer:
         _check_alone(rendering, turn, (first, end))
         for call in rendering.chat.turns[turn].get("tool_calls", ()):
             if (name := call["function"]["name"]) not in rendering.dyed[first:end]:
-                raise InvalidRecord(f"turn {turn + 1} (assistant): {_LEFT_OUT} its call of {name!r}; {OTHER_TEMPLATE}")
+                raise InvalidRecord(f"turn {turn + 1} (assistant): {LEFT_OUT} its call of {name!r}; {OTHER_TEMPLATE}")
         return first, end
 
     def _start(self, rendering: Rendering, turn: int) -> int:
@@ -238,8 +246,8 @@ class ChatTokenizer:
             rendering.append(len(rendering.text), self._stop())
             return len(rendering.text)
         raise InvalidRecord(
-            f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token, so "
-            "generation would not stop; use model.add_tokens or data.supervise=last"
+            f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token; use "
+            "model.add_tokens or data.supervise=last"
         )
 
     def _other_tail(self, rendering: Rendering, turn: int, is_last: bool) -> str:
@@ -325,41 +333,6 @@ def _check_alone(rendering: Rendering, turn: int, span: Span) -> None:
         raise InvalidRecord(
             f"turn {turn + 1} (assistant): the chat template renders {problem}, so {UNKNOWN}; {OTHER_TEMPLATE}"
         )
-
-
-def _check_tools(rendering: Rendering) -> None:
-    """Raise InvalidRecord if the text lacks the name or the description of a tool."""
-    for tool in rendering.chat.tools or ():
-        function = tool["function"]
-        assert isinstance(function, dict)
-        if not all(shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
-            hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
-            raise InvalidRecord(f"tools: {_LEFT_OUT} the tools; {hint}")
-
-
-def _check_nothing_missing(rendering: Rendering) -> None:
-    """Raise InvalidRecord if the text lacks a turn or part of a turn."""
-    chat, num_printed = rendering.chat, Counter[tuple[int, str]]()
-    for run in rendering.runs:
-        num_printed[run.turn, run.field] += run.num_dyed
-    last_answer = max(i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant")
-    for (i, field), plain in rendering.dyed_turns.plain.items():
-        turn = chat.turns[i]
-        if plain and num_printed[i, field] >= len(plain):
-            continue
-        if not plain and (field != "content" or shows(rendering.text, turn[field])):
-            continue
-        # The template may remove the reasoning of an earlier answer, which later turns do not need.
-        if i < last_answer and turn["role"] == "assistant" and field != "tool_calls":
-            kept = rendering.printed(i, field)
-            if field == "reasoning_content" or (kept and plain.endswith(kept)):
-                continue
-        part = {"content": "its content or a part of it", "reasoning_content": "its reasoning_content"}.get(field)
-        part = part or f"its call of {turn['tool_calls'][0]['function']['name']!r}"
-        raise InvalidRecord(f"turn {i + 1} ({turn['role']}): {_LEFT_OUT} {part}; {OTHER_TEMPLATE}")
-
-
-_LEFT_OUT = "the chat template omits"
 
 
 def _any_of(tokens: Iterable[str]) -> str:
