@@ -39,7 +39,7 @@ def test_tokenized_data_is_not_tokenized_again(tokenizer, tmp_path, monkeypatch)
     assert renamed.location(2) == f"{moved}:3"
 
 
-@pytest.mark.parametrize("change", ["content", "supervise", "template", "special", *corpus.MODULES])
+@pytest.mark.parametrize("change", ["content", "supervise", "supplied", "template", "special", *corpus.MODULES])
 def test_any_change_that_affects_tokens_rebuilds_them(tokenizer, tmp_path, monkeypatch, change):
     counts = count_encoded(monkeypatch)
     path = jsonl(tmp_path / "a.jsonl", GOOD)
@@ -50,6 +50,8 @@ def test_any_change_that_affects_tokens_rebuilds_them(tokenizer, tmp_path, monke
         jsonl(path, [*GOOD[:2], {"messages": BYE + HI}])
     elif change == "supervise":
         overrides = ["data.supervise=last"]
+    elif change == "supplied":
+        overrides = ["data.supervise_supplied=true"]
     elif change == "template":
         other.chat_template = other.chat_template.replace("<|end|>", "<|end|>\n")
     elif change == "special":

@@ -413,7 +413,7 @@ def test_a_tokenizer_that_joins_a_space_to_the_next_word(scheme):
 
 
 def test_a_token_with_text_of_the_next_turn_is_refused():
-    """Such a token is divided, unless the tokenizer prepends a space to each part."""
+    """Other tokens are divided there, but this tokenizer prepends a space to each part."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -427,7 +427,7 @@ def test_a_token_with_text_of_the_next_turn_is_refused():
         "{{ eos_token if m.role == 'assistant' and loop.last }}{% endfor %}{{ 'a:' if add_generation_prompt }}"
     )
     turns = turns_of("user", "q", "assistant", "ab", "user", "q", "assistant", "ab")
-    with pytest.raises(InvalidRecord, match="turn 2 .assistant.: the chat template ends it with ''"):
+    with pytest.raises(InvalidRecord, match=r"turn 2 .assistant.: the chat template ends it with ''"):
         trained(ChatTokenizer(tokenizer, "assistant"), {"messages": turns})
     encoder = ChatTokenizer(tokenizer, "all")
     encoder.render = lambda chat: ("ab" + "U:q", [(0, 2)])  # as if the turn had no end

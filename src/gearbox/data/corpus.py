@@ -149,6 +149,7 @@ def load_or_build(
 
 def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a hash of everything the documents depend on. Options that only affect splits and rows are excluded."""
+    generation = Path(tokenizer.name_or_path, "generation_config.json")
     dependencies = [
         FORMS,
         *((origin.source, origin.fields, origin.content()) for origin in origins),
@@ -156,6 +157,7 @@ def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizer
         xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
+        generation.read_text(encoding="utf-8") if generation.is_file() else None,
         [Path(str(module.__file__)).read_text(encoding="utf-8") for module in MODULES],
         [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets")],
     ]
