@@ -527,6 +527,14 @@ def test_calls_and_results_of_every_kind_of_template(make, name):
     assert untrained == quoted + "12:30", "the results, and nothing else"
 
 
+def test_a_template_that_wants_arguments_as_text(make):
+    """The template of DeepSeek V3 joins them to a string."""
+    text = template("named_results").replace("call.function.arguments | tojson ~", "call.function.arguments +")
+    assert text != template("named_results")
+    text = text.replace("'<|channel|>commentary<|message|>' ~ ", "'<|channel|>commentary<|message|>' + ")
+    assert trained(make(text), USED) == EXPECTED["named_results"]
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_chat_that_ends_with_a_call(make, name):
     for count in (2, 6):

@@ -128,9 +128,18 @@ class ChatTemplate:
         template, has_markers = self._template(bool(tools))
         options = {"add_generation_prompt": ask, "return_assistant_tokens_mask": has_markers}
         try:
-            texts, marked = render_jinja_template(
-                chats, tools=tools, chat_template=template, **options, **self.special_tokens
-            )
+            try:
+                texts, marked = render_jinja_template(
+                    chats, tools=tools, chat_template=template, **options, **self.special_tokens
+                )
+            except TypeError:  # DeepSeek's templates join the arguments of a call to a text
+                texts, marked = render_jinja_template(
+                    [_with_arguments_as_text(turns) for turns in chats],
+                    tools=tools,
+                    chat_template=template,
+                    **options,
+                    **self.special_tokens,
+                )
         except Exception as error:  # a template is third-party code that can raise anything
             message = one_line(error)
             raise InvalidRecord(f"the chat template rejects this chat: {message or type(error).__name__}") from None
@@ -206,6 +215,19 @@ class ChatTemplate:
             is_simple = copy.keys() <= {"role", *FIELDS[:2]} and DYED.match(copy["content"][-1:])
             shapes.append(tuple(shape) if is_simple else None)
         return DyedTurns(dyed, plain, base, shapes)
+
+
+def _with_arguments_as_text(turns: list[Turn]) -> list[Turn]:
+    """Return the turns with the arguments of their calls as JSON text, as OpenAI writes them."""
+
+    def changed(call: Turn) -> Turn:
+        function = call["function"]
+        return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        turn | {"tool_calls": [changed(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
+        for turn in turns
+    ]
 
 
 def _dye_text(text: str, dye: str, literals: list[str]) -> tuple[str, str, tuple[str, ...]]:
