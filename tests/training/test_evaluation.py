@@ -71,3 +71,18 @@ def test_the_held_out_loss_does_not_depend_on_packing(train):
         assert outcome.codes == [0], outcome.output
         found.append(outcome.lines("eval_loss")[0]["eval_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["none", "lora"])
+def test_the_saved_model_stops_where_trained_answers_end(train, tmp_path, method):
+    """<|user|> ends the answers of this template, and is not the tokenizer's end-of-text."""
+    template = tmp_path / "next_head.jinja"
+    template.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    outcome = train("fsdp", f"data.chat_template={template}", f"adapter.method={method}", load_back=True)
+    assert outcome.codes == [0, 0], outcome.output
+    tokenizer = transformers.AutoTokenizer.from_pretrained(outcome.folder / "model")
+    stops = transformers.GenerationConfig.from_pretrained(outcome.folder / "model").eos_token_id
+    assert {*stops} == {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")}

@@ -21,6 +21,8 @@ from gearbox.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+NUM_LOOKED_AT = 1000  # documents, to find the tokens that end answers
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -159,6 +161,15 @@ def split_and_pack(
 def num_rows_of_epochs(epochs: float, num_rows: int) -> int:
     """Return the rows of that many epochs of num_rows rows. A fraction of a row is rounded up."""
     return math.ceil(Fraction(str(epochs)) * num_rows)  # exact, where 1.1 * 10 is above 11
+
+
+def answer_ends(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Return the special and added tokens that end trained spans, in the first documents: generation stops at them."""
+    ends: set[int] = set()
+    for document in range(min(len(corpus), NUM_LOOKED_AT)):
+        last = np.flatnonzero(np.diff(corpus.loss_mask(document), append=0) < 0)
+        ends |= {*corpus.tokens(document)[last].tolist()}
+    return ends & {*tokenizer.added_tokens_decoder}
 
 
 def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:

@@ -88,6 +88,19 @@ def weight_files(source: str, config: PretrainedConfig) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def stops(model: PreTrainedModel | PeftModel) -> set[int]:
+    """Return the tokens at which generation stops."""
+    ids = getattr(without_adapter(model).generation_config, "eos_token_id", None)
+    return {*ids} if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
+
+
+def stop_at(model: PreTrainedModel | PeftModel, tokens: set[int]) -> None:
+    """Let generation also stop at these tokens, here and with the saved model."""
+    config, new = without_adapter(model).generation_config, sorted(tokens - stops(model))
+    if new and config is not None:
+        config.eos_token_id = [*sorted(stops(model)), *new]
+
+
 def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
     """Write an adapter and its config in PEFT's format."""
     if pipeline_stages.is_stage(model):
@@ -99,6 +112,8 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: st
     # "auto" would ask the Hub for the size of the base's vocabulary.
     has_rows = any("lora_" not in name for name in weights)
     model.save_pretrained(folder, state_dict=weights, save_embedding_layers=has_rows)
+    if (generation := without_adapter(model).generation_config) is not None:
+        generation.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 

@@ -295,6 +295,8 @@ def load_for_answers(
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter's folder has their rows
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -80,10 +80,12 @@ def _forward_with_loss(
     def forward(
         self: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
     ) -> ModelOutput | torch.Tensor | PairOfTensors:
+        if self.loss_path.own_positions:
+            inputs.pop("position_ids", None)
         if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
-        positions = None if self.loss_path.own_positions else cast("torch.Tensor | None", inputs.get("position_ids"))
+        positions = cast("torch.Tensor | None", inputs.get("position_ids"))
         if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
             input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
         options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}

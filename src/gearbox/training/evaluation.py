@@ -14,6 +14,7 @@ from gearbox.config.recipe import Eval
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, make_step_batch
 from gearbox.data.splits import Sample
 from gearbox.distributed.engine import Engine
+from gearbox.model import export
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class SampleQuestions:
         model, length = self.engine.model, self.engine.job.recipe.eval.sample_tokens
         length = min(length, (self.engine.num_positions or len(prompt) + length) - len(prompt))
         tokens = torch.tensor([prompt], device=self.engine.device)
+        ends = {self.tokenizer.eos_token_id, *export.stops(self.engine.unwrapped)}
         model.eval()
         with torch.no_grad():
             for _ in range(length):
@@ -97,7 +99,7 @@ class SampleQuestions:
                 # Every rank takes rank 0's token. A tie that ranks break differently would end in a hang.
                 chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
                 tokens = torch.cat([tokens, chosen], 1)
-                if tokens[0, -1].item() == self.tokenizer.eos_token_id:
+                if tokens[0, -1].item() in ends:
                     break
         model.train()
         return str(self.tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)).strip()

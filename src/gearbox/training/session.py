@@ -123,6 +123,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     accelerator = engines.create_accelerator(job, bool(unreached))
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
+    export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
