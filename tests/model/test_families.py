@@ -22,6 +22,8 @@ def rehearse(train, tmp_path):
         ("mamba", ("fsdp",)),  # no attention heads
         ("deepseek_v3", ("fsdp", "zero3")),  # a persistent buffer, which accelerate cannot shard
         ("afmoe", ("ddp", "zero2")),  # a parameter without a gradient
+        ("blt", ("ddp",)),  # a part without a gradient, and several configs that no config of the text unites
+        ("zamba", ("fsdp",)),  # layers that share their weights
         ("youtu", ("zero3",)),  # its initialization reads the shapes of weights
         ("inkling_text", ("ddp", "fsdp")),  # more than a head after the decoder
     ],

@@ -319,8 +319,8 @@ def _for_fsdp(model: nn.Module) -> Iterator[None]:
     """
     causal_lm = without_adapter(model)
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    layers = {type(module).__name__ for module in model.modules() if ends[0] not in module.modules()}
-    causal_lm._no_split_modules = [name for name in causal_lm._no_split_modules or () if name in layers]
+    names = [name for name in causal_lm._no_split_modules or () if _are_separate(model, name, ends[0])]
+    causal_lm._no_split_modules = names
     if _shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
         causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
@@ -335,6 +335,14 @@ def _for_fsdp(model: nn.Module) -> Iterator[None]:
         module._non_persistent_buffers_set.discard(name)
     for name in ("get_input_embeddings", "get_output_embeddings"):
         vars(causal_lm).pop(name, None)
+
+
+def _are_separate(model: nn.Module, name: str, embedding: nn.Module | None) -> bool:
+    """Return True if the model has layers of this class that share no parameters, as Zamba's do, or the embedding."""
+    layers = [module for module in model.modules() if type(module).__name__ == name]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    has_embedding = any(module is embedding for layer in layers for module in layer.modules())
+    return bool(layers) and not has_embedding and len(parameters) == len({*parameters})
 
 
 def _shares_parameters(model: nn.Module, ends: tuple[nn.Module | None, ...]) -> bool:

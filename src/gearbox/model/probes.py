@@ -105,6 +105,7 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
     for num_tokens in NUM_NARROW_TOKENS:
         try:
             narrow = shrink_config(config, tokenizer)
+            narrow.get_text_config().use_cache = False  # as in training
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = text_class(narrow)(narrow).float()
