@@ -118,6 +118,11 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
     return set()
 
 
+def may_skip_experts(config: PretrainedConfig) -> bool:
+    """Return True if a row may reach no expert: LongCat's router can choose experts without weights for all tokens."""
+    return bool(getattr(config.get_text_config(), "zero_expert_num", 0))
+
+
 def numberless(name: str) -> str:
     """Return a parameter's name with * in place of each number."""
     return re.sub(r"\d+", "*", name)

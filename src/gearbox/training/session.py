@@ -120,7 +120,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
         pipeline_stages.check_stages_equal_whole(narrow)
     unreached = probes.unreached_parameters(config, tokenizer)
     # Before loading, because ZeRO-3 shards the model while it loads.
-    accelerator = engines.create_accelerator(job, bool(unreached))
+    accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
