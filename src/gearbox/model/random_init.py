@@ -46,7 +46,7 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     try:
         return full_class(config)
     except Exception as error:  # any code of a family, which may need a package, or a value that its config lacks
-        raise UserError(f"model.name: {config.model_type} cannot be built from its config: {one_line(error)}") from None
+        raise UserError(f"model.name: {config.model_type} cannot be built: {one_line(error)}") from None
 
 
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
