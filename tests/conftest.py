@@ -5,6 +5,7 @@ from support.environment import ROOT  # isort: skip  first, since it sets variab
 import resource
 from pathlib import Path
 
+import hypothesis
 import pytest
 from transformers import AutoTokenizer
 
@@ -15,6 +16,8 @@ from support.documents import make_chats
 from support.ranks import Outcome, run_ranks, skip_loading_back
 
 kinds.watch_processes()
+hypothesis.settings.register_profile("any machine", deadline=None)  # no test depends on speed
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
@@ -12,7 +12,6 @@ from gearbox.data.batches import SLOTS, Sampler, chain_hash, micro_batches_of
 from gearbox.errors import UserError
 
 
-@settings(deadline=None)
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
 def test_an_epoch_has_every_row_once_on_any_ranks_and_micro_batches(num_rows, rows_per_step, seed, by_length):
     lengths = np.arange(num_rows) * 7 % 11 if by_length else None

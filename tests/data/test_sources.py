@@ -319,6 +319,7 @@ def test_a_real_file(tokenizer, name, form, overrides):
         pytest.skip(f"the sample {name} is not on this machine")
     if form == "conversations":
         tokenizer.chat_template = Path(overrides[0].partition("=")[2]).read_text()
+        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     found, prepared = arranged(tokenizer, path, "eval.fraction=0.02", *(overrides or ["batch.row_tokens=2048"]))
     text = path.read_text()
     assert prepared.num_read == (len(json.loads(text)) if name.endswith(".json") else len(text.splitlines()))
@@ -326,5 +327,5 @@ def test_a_real_file(tokenizer, name, form, overrides):
     assert [summary.form for summary in found.summaries] == [form]
     assert prepared.training.filled > 0.9
     if form == "text":
-        assert int(prepared.training.num_tokens.sum() + prepared.held_out.num_tokens.sum()) == found.lengths.sum()
+        assert int(prepared.training.targets.sum() + prepared.held_out.targets.sum()) == found.targets.sum()
     tokenizer.chat_template = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny").chat_template
