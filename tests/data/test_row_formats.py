@@ -61,9 +61,21 @@ BAD_LINES = {
     "content null": ('{"messages": [{"role": "user", "content": null}]}', "messages[0].content: is null"),
     "content empty": (turns_of("user", "a", "assistant", " \n"), "messages[1].content: is empty"),
     "content a number": ('{"messages": [{"role": "user", "content": 3}]}', "messages[0].content: must be a string"),
-    "content parts": (
-        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
-        "messages[0].content: must be a string, found a list",
+    "a list of numbers": (
+        '{"messages": [{"role": "tool", "content": [1, 2]}]}',
+        "messages[0].content[0]: must be an object with a type, found a number",
+    ),
+    "a part without a type": (
+        '{"messages": [{"role": "user", "content": [{"text": "a"}]}]}',
+        "messages[0].content[0].type: must be 'text', found null",
+    ),
+    "a part of text without text": (
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}',
+        "messages[0].content[0].text: must be a string, found a number",
+    ),
+    "parts without text": (
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}',
+        "messages[0].content: is empty",
     ),
     "role missing": ('{"messages": [{"content": "a"}]}', "messages[0].role: is missing"),
     "role unknown": (turns_of("usr", "a"), "messages[0].role: unknown role 'usr'; use one of"),
@@ -80,6 +92,38 @@ BAD_LINES = {
     "arguments not JSON": (
         '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
         "messages[0].tool_calls[0].arguments: must be JSON",
+    ),
+    "a number as the id of a call": (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"id": 7, "function": {"name": "f"}}]}]}',
+        "messages[0].tool_calls[0].id: must be a string, found a number",
+    ),
+    "zero as the id of a result": (
+        '{"messages": [{"role": "tool", "content": "a", "tool_call_id": 0}]}',
+        "messages[0].tool_call_id: must be a string, found a number",
+    ),
+    "an object as the name of a result": (
+        '{"messages": [{"role": "tool", "content": "a", "name": {"b": 1}}]}',
+        "messages[0].name: must be a string, found an object",
+    ),
+    "an object as a result": (
+        '{"messages": [{"role": "tool", "content": {"b": 1}}]}',
+        "messages[0].content: must be a string, found an object",
+    ),
+    "a list as arguments": (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]}',
+        "messages[0].tool_calls[0].arguments: must be an object, found a list",
+    ),
+    "arguments that are JSON twice": (
+        json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '"{}"'}]}]}),
+        "messages[0].tool_calls[0].arguments: must be an object, found the string '{}'",
+    ),
+    "an object as a tool's description": (
+        json.dumps({"messages": BYE, "tools": [{"name": "f", "description": {"en": "a"}}]}),
+        "tools[0].description: must be a string, found an object",
+    ),
+    "a list as a tool's parameters": (
+        json.dumps({"messages": BYE, "tools": [{"name": "f", "parameters": ["a"]}]}),
+        "tools[0].parameters: must be an object, found a list",
     ),
     "tools not a list": (json.dumps({"messages": BYE, "tools": "{}"}), "tools: must be a list of tools, found an"),
     "weight": (json.dumps({"messages": [BYE[0], BYE[1] | {"weight": 2}]}), "messages[1].weight: must be 0 ("),
@@ -142,6 +186,81 @@ def test_the_older_name_of_tool_calls_is_read(tokenizer, tmp_path):
         UserError, match=r"a\.jsonl:1: messages: turn 2 \(assistant\): the chat template omits its call"
     ):
         read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": [BYE[0], turn]}]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("image", "an image"), ("image_url", "an image"), ("input_image", "an image"), ("video", "a video"),
+     ("video_url", "a video"), ("audio", "audio"), ("input_audio", "audio"), ("audio_url", "audio")],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
+def test_a_part_that_is_not_text_is_refused_by_name(tokenizer, tmp_path, kind, name, form):
+    content = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: {"url": "a"}}]
+    record, field = {
+        "messages": ({"messages": [{"role": "user", "content": content}]}, "messages[0].content"),
+        "conversations": ({"conversations": [{"from": "human", "value": content}]}, "conversations[0].value"),
+        "prompt": ({"prompt": [{"role": "user", "content": content}], "completion": "a"}, "prompt[0].content"),
+    }[form]
+    with pytest.raises(UserError) as caught:
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [record]))
+    assert str(caught.value) == (
+        f"{tmp_path}/a.jsonl:1: {field}[1]: is {name}; Gearbox trains text only; remove it, or drop the row with "
+        "data.on_bad_row=skip"
+    )
+
+
+@pytest.mark.parametrize("field", ["image", "images", "video", "videos", "audio", "audios"])
+@pytest.mark.parametrize("record", [{"messages": BYE}, {"instruction": "b", "output": "bye"}, {"text": "b"}])
+def test_media_next_to_the_text_are_refused_by_name(tokenizer, tmp_path, field, record):
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: {field}: is (an image|a video|audio); Gearbox trains text only"):
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [record, record | {field: ["a.png"]}]))
+
+
+@pytest.mark.parametrize("value", [None, [], ""])
+def test_an_empty_field_of_media_is_no_image(tokenizer, tmp_path, value):
+    assert texts(tokenizer, read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": BYE, "images": value}])))
+
+
+def test_a_field_of_another_name_may_hold_the_chat(tokenizer, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"video": BYE}])
+    assert texts(tokenizer, read(tokenizer, path, "data.fields={messages: video}"))
+
+
+def test_parts_of_text_are_joined(tokenizer, tmp_path):
+    parts = [{"type": "text", "text": "by", "image_url": None}, {"type": "text", "text": "e"}]
+    turns = [{"role": "user", "content": [{"type": "text", "text": "b"}]}, {"role": "assistant", "content": parts}]
+    found = read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": turns}]))
+    assert texts(tokenizer, found) == ["<|user|>b<|end|><|assistant|>bye<|end|>"]
+
+
+NEEDS_IDS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id is not defined or c.id|length != 9 %}
+{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{% endfor %}
+{% if m.role == 'tool' %}{{ m.tool_call_id + m.name }}{% endif %}{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("number", "result", "message"),
+    [
+        (None, {}, "turn 2 (assistant): tool_calls[0].id is missing"),
+        ("call_12345", {}, "turn 2 (assistant): tool_calls[0].id has 10 characters, not 9"),
+        ("abcdefghi", {}, "turn 3 (tool): tool_call_id is missing"),
+        ("abcdefghi", {"tool_call_id": "abcdefghi"}, "turn 3 (tool): name is missing"),
+    ],
+)
+def test_a_field_that_the_template_misses_is_named(tokenizer, tmp_path, monkeypatch, number, result, message):
+    monkeypatch.setattr(tokenizer, "chat_template", NEEDS_IDS)
+    call = {"id": number, "function": {"name": "f", "arguments": {}}}
+    turns = [BYE[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "a"} | result, BYE[1]]
+    with pytest.raises(UserError) as caught:
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": turns}]))
+    start = f"{tmp_path}/a.jsonl:1: messages: {message}; the chat template rejects this chat: "
+    assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
+
+
+def test_parameters_in_json_are_read():
+    tool = {"name": "f", "description": None, "parameters": '{"type": "object"}'}
+    found = row_formats.read({"messages": BYE, "tools": [tool]}, row_formats.FieldNames("messages", {}, {}))
+    assert found.tools[0]["function"]["parameters"] == {"type": "object"}
 
 
 def test_blank_results_and_blank_content_next_to_a_call_are_accepted():

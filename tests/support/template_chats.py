@@ -58,7 +58,8 @@ def tool(name: str, **properties: str) -> Record:
     return {"type": "function", "function": {"name": name, "description": f"Look up {name}", "parameters": parameters}}
 
 
-ASK, ANSWER = turn("user", "Is it (really) \u00a33 or 4 \u20ac?"), turn("assistant", "No: it's \u00ab5\u00bb.\n\n- naïve")
+ASK = turn("user", "Is it (really) £3 or 4 €?")
+ANSWER = turn("assistant", "No: it's «5».\n\n- naïve")
 AGAIN, MORE = turn("user", "And then?"), turn("assistant", "Then nothing.")
 SYSTEM = turn("system", "Answer in one line.")
 WEATHER = [tool("weather", city="string", days="integer"), tool("clock", zone="string")]

@@ -17,15 +17,16 @@ HEADS = re.compile(
     | <\|start_header_id\|>(?:GPT4\ Correct\ )?[Aa]ssistant<\|end_header_id\|>
     | <\|header_start\|>assistant<\|header_end\|> | <start_of_turn>model | <\|turn>model | <tool_response\|>
     | \[/INST\] | \[/TOOL_RESULTS\] | <\|start\|>assistant | <\|begin\|>assistant
-    | <\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|> | <｜Assistant｜> | <｜tool▁outputs?▁end｜> | </function_results>
-    | <｜hy_Assistant[^｜]*｜> | <\|assistant\|>:? | \]~b\]ai | <seed:bos>assistant | <SPECIAL_11>Assistant
+    | <\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|> | <\uff5cAssistant\uff5c> | <\uff5ctool▁outputs?▁end\uff5c>
+    | </function_results>
+    | <\uff5chy_Assistant[^\uff5c]*\uff5c> | <\|assistant\|>:? | \]~b\]ai | <seed:bos>assistant | <SPECIAL_11>Assistant
     | <\|assistant_start\|> | <\|begin_assistant\|> | <\|start_of_role\|>assistant[^<]*<\|end_of_role\|>
     | \[\|assistant\|\] | <\|extra_0\|> | assistant<\|role_sep\|> | <role>ASSISTANT</role> | <assistant>
     | <beginning_of_sentence>ai\ name=assistant | <\|role\|>assistant<\|says\|> | <reserved_107> | <_bot> | <AI>
     | <\#bot\#> | <\|answer\|> | <\|model\|> | <start_assistant> | <\|[AB](?:ssistan|o)t\|>:? | \[RESP\]
     | <step>\ Source:\ assistant(?:\nDestination:\ user)?
     | <s>(?:assistant|bot)(?=\n) | <BOS>bot(?=\n) | Assistant:\ </s>
-    | (?:ASSISTANT|[Aa]ssistant|Response|RESPONSE|Bot|Falcon|Answer|Agent|Trả\ lời)\s*: | 答：
+    | (?:ASSISTANT|[Aa]ssistant|Response|RESPONSE|Bot|Falcon|Answer|Agent|Trả\ lời)\s*: | 答\uff1a
     | \#\#\#\ Response(?=\n) | @@\ Response(?=\n)
     """,
     re.X,
@@ -35,7 +36,8 @@ ENDS = re.compile(
     r"""
     <\|(?:im_end|eot_id|eom_id|eot|eom|end|call|return|calls|END_OF_TURN_TOKEN|endoftext|end_of_text|assistant_end
     |tools_suffix|message_sep|role_end|end_of_sentence|eos|EOT|end_of_turn|user|observation|tool_response)\|?>
-    | </s> | <end_of_turn> | <turn\|> | <｜end▁of▁sentence｜> | <｜hy_eos[^｜]*｜> | <｜hy_place▁holder▁no▁2｜> | \[e~\[
+    | </s> | <end_of_turn> | <turn\|> | <\uff5cend▁of▁sentence\uff5c>
+    | <\uff5chy_eos[^\uff5c]*\uff5c> | <\uff5chy_place▁holder▁no▁2\uff5c> | \[e~\[
     | <seed:eos> | <SPECIAL_12> | <end_of_sentence> | \[\|endofturn\|\] | <_end> | <end_message> | <sep>
     | </assistant> | <end_of_utterance> | <eos> | <EOS> | <eoa> | <end_function_call>
     """,

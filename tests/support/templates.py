@@ -19,14 +19,15 @@ from gearbox import ROOT
 from gearbox.data.loss_mask import ChatTokenizer
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.errors import UserError
-from support.template_chats import KINDS, MarkedChat, mark
+from support.template_chats import MarkedChat, mark
 from support.template_oracle import ENDS, missing, places, spans
 
 FOLDER = ROOT / "models" / "templates"
 MARKS = re.compile(
-    r"<\|[^|<>\s'\"{}]{1,40}\|>|<｜[^｜<>\s'\"{}]{1,40}｜>|\[/?[A-Z_]{3,25}\]|\[\|[a-z]+\|\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>"
-    r"|</?s>|<[be]os>|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?seed:\w+>|<sep>|</?(?:mm:)?think>|</?tool_call>"
-    r"|</?tool_response>|</?(?:role|assistant|user|system)>|<(?:start_)?assistant>|<reserved_10[67]>|<(?:beginning|end)_of_sentence>|</?minimax:tool_call>|<end_message>|<_end>|<_bot>|<_user>"
+    r"<\|[^|<>\s'\"{}]{1,40}\|>|<\uff5c[^\uff5c<>\s'\"{}]{1,40}\uff5c>|\[/?[A-Z_]{3,25}\]|\[\|[a-z]+\|\]|<\|\"\|>"
+    r"|<\|[a-z_]+>|<[a-z_]+\|>|</?s>|<[be]os>|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?seed:\w+>|<sep>"
+    r"|</?(?:mm:)?think>|</?tool_call>|</?tool_response>|</?(?:role|assistant|user|system)>|<reserved_10[67]>"
+    r"|<(?:beginning|end)_of_sentence>|</?minimax:tool_call>|<(?:start|end)_[a-z]+>|<_(?:end|bot|user)>|<AI>"
 )
 EXACT, REFUSED, REFUSED_WRONGLY, WRONG = "exact", "refused", "refused wrongly", "wrong"
 
@@ -47,7 +48,9 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None) -> PreTraine
     backend.decoder = decoders.ByteLevel()
     found = {*MARKS.findall(template), *filter(None, (bos, eos)), *re.findall(r"\]~b\]|\]~!b\[|\[e~\[", template)}
     # As in most real vocabularies, marks inside a turn such as </tool_call> are one token, but not a special one.
-    words = [AddedToken(mark, normalized=False, special="think" not in mark and "tool" not in mark) for mark in sorted(found)]
+    words = [
+        AddedToken(mark, normalized=False, special="think" not in mark and "tool" not in mark) for mark in sorted(found)
+    ]
     backend.add_tokens(words)
     given = {"bos_token": bos, "eos_token": eos}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in given.items() if v})
@@ -63,8 +66,8 @@ class Subject:
         self.tokenizer = make_tokenizer(template, bos, eos)
         self.encoders: dict[str, ChatTokenizer] = {}
         letters = {letter: bytes([number]) for number, letter in _letters().items()}
-        words = {word: i for word, i in self.tokenizer.get_vocab().items()}
-        self.bytes = {i: letters.get(word) or word.encode() for word, i in words.items()}
+        vocabulary = self.tokenizer.get_vocab()
+        self.bytes = {i: letters.get(word) or word.encode() for word, i in vocabulary.items()}
 
     def encoder(self, supervise: str) -> ChatTokenizer:
         if supervise not in self.encoders:

@@ -8,6 +8,8 @@ Tools are {"type": "function", "function": {...}}.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,11 @@ ROLES: dict[str, Role | str] = {
 }
 KEPT = ("name", "tool_call_id")  # fields of a turn, in addition to role, content, tool_calls and reasoning
 REASONING = ("reasoning_content", "reasoning", "thinking")  # transformers passes all three names to a template
+# The names of media: types of content parts, and fields beside the text.
+MEDIA = {"image": "an image", "audio": "audio", "video": "a video"}
+MEDIA_TYPE = re.compile(rf"(?:input_)?({'|'.join(MEDIA)})(?:_url|_file)?")
+MEDIA_FIELD = re.compile(rf"({'|'.join(MEDIA)})s?")
+TEXT_ONLY = "Gearbox trains text only; remove it, or drop the row with data.on_bad_row=skip"
 READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 
 
@@ -75,9 +82,35 @@ def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | N
     return None
 
 
-def of_field(reason: str, names: FieldNames) -> str:
-    """Return the reason why a chat cannot be used, prefixed with the field that contains the chat."""
-    return reason if reason.startswith("tools:") else f"{names.of(FORMS[names.form][0][0])}: {reason}"
+def of_field(reason: str, names: FieldNames, chat: Chat | str) -> str:
+    """Return the reason why a chat cannot be used, prefixed with the field that contains the chat.
+
+    If a template rejects the chat with its own words, also name the field that these words are about.
+    """
+    if reason.startswith("tools:") or isinstance(chat, str):
+        return reason
+    found = re.fullmatch(r"the chat template rejects this chat: (.*)", reason, re.S)
+    suspect = next(_suspects(chat, found[1]), "") if found else ""
+    return f"{names.of(FORMS[names.form][0][0])}: {suspect and suspect + '; '}{reason}"
+
+
+def _suspects(chat: Chat, message: str) -> Iterator[str]:
+    """Yield the fields of calls and results that a template's message is about, and what is wrong with each."""
+    about_ids = re.search(r"\bids?\b|_id\b", message, re.I)
+    wanted = re.search(r"length (\d+)|(\d+) characters", message)
+    length = int(wanted[1] or wanted[2]) if wanted else None
+    for number, turn in enumerate(chat.turns):
+        at = f"turn {number + 1} ({turn['role']})"
+        fields = [(f"tool_calls[{i}].id", call.get("id")) for i, call in enumerate(turn.get("tool_calls", ()))]
+        if turn["role"] == "tool":
+            fields.append(("tool_call_id", turn.get("tool_call_id")))
+        for name, value in fields if about_ids else ():
+            if value is None:
+                yield f"{at}: {name} is missing"
+            elif length and len(value) != length:
+                yield f"{at}: {name} has {len(value)} characters, not {length}"
+        if turn["role"] == "tool" and "name" not in turn and re.search(r"\bname\b", message):
+            yield f"{at}: name is missing"
 
 
 def unused_fields(record: JSON, names: FieldNames) -> set[str]:
@@ -100,6 +133,7 @@ def read(record: JSON, names: FieldNames) -> Chat | str:
         raise InvalidRecord(f"must be an object with fields, found {_kind(record)}")
     for name in FORMS[names.form][0]:
         _require(record, name, names)
+    _refuse_media(record, names)
     if names.form == "text":
         return _text(record, names.of("text"))
     tools = _tools(record, names)
@@ -195,6 +229,15 @@ def _encodable(value: str, where: str) -> str:
     return value
 
 
+def _refuse_media(record: JsonObject, names: FieldNames) -> None:
+    """Raise InvalidRecord if the record has images, videos or audio in fields of their own."""
+    read = {names.of(name) for group in FORMS[names.form] for name in group}
+    for key, value in record.items():
+        found = MEDIA_FIELD.fullmatch(key)
+        if found and value and key not in read:
+            raise InvalidRecord(f"{key}: is {MEDIA[found[1]]}; {TEXT_ONLY}")
+
+
 def _turns(turns: JSON, where: str, names: FieldNames) -> list[Turn]:
     if not isinstance(turns, list):
         raise InvalidRecord(f"{where}: must be a list of turns, found {_kind(turns)}")
@@ -214,7 +257,8 @@ def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
     if calls and role != "assistant":
         raise InvalidRecord(f"{where}.tool_calls: only the assistant may call tools, found role {turn[role_field]!r}")
     content = _content(turn, content_field, where, is_tool=role == "tool", has_calls=bool(calls))
-    result = _make_turn(role, content) | {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name)}
+    result = _make_turn(role, content)
+    result |= {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name) not in (None, "")}
     for name in REASONING:
         if turn.get(name):
             result["reasoning_content"] = _text(turn, name, f"{where}.")
@@ -260,12 +304,33 @@ def _call_turn(turn: JsonObject, content_field: str, where: str) -> Turn:
 def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls: bool) -> str:
     """Return the content of a turn. A tool may return nothing, and a turn with calls may have no text."""
     content = turn.get(field)
+    if isinstance(content, list):
+        content = _joined(content, f"{where}.{field}")
     if content is None and not has_calls:
         raise InvalidRecord(f"{where}.{field}: is {'null' if field in turn else 'missing'}")
     is_blank = content is None or (isinstance(content, str) and not content.strip())
     if is_blank and (is_tool or has_calls):
         return str(content or "")
-    return _text(turn, field, f"{where}.")
+    return _text({field: content}, field, f"{where}.")
+
+
+def _joined(parts: list[JSON], where: str) -> str:
+    """Return the text of a content that is a list of parts. Templates join parts without a space."""
+    texts: list[str] = []
+    for number, part in enumerate(parts):
+        at = f"{where}[{number}]"
+        if not isinstance(part, dict):
+            raise InvalidRecord(f"{at}: must be an object with a type, found {_kind(part)}")
+        kind = part.get("type")
+        if media := MEDIA_TYPE.fullmatch(kind) if isinstance(kind, str) else None:
+            raise InvalidRecord(f"{at}: is {MEDIA[media[1]]}; {TEXT_ONLY}")
+        if kind != "text":
+            raise InvalidRecord(f"{at}.type: must be 'text', found {_kind(kind)}")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRecord(f"{at}.text: must be a string, found {_kind(text)}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _parse(value: JSON, where: str) -> JSON:
@@ -291,7 +356,7 @@ def _calls(calls: JSON, where: str) -> list[JsonObject]:
         if not isinstance(arguments, dict):
             raise InvalidRecord(f"{at}.arguments: must be an object, found {_kind(arguments)}")
         _encodable(json.dumps([function["name"], arguments], ensure_ascii=False), at)
-        identity: JsonObject = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        identity = {"id": _text(call, "id", f"{at}.")} if call.get("id") not in (None, "") else {}
         result.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return result
 
@@ -315,7 +380,15 @@ def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
         function = _named_function(tool)
         if function is None:
             raise InvalidRecord(f"{key}[{number}]: must be an object with a 'name', found {_kind(tool)}")
-        _encodable(json.dumps(function, ensure_ascii=False), f"{key}[{number}]")
+        at = f"{key}[{number}]"
+        _encodable(json.dumps(function, ensure_ascii=False), at)
+        if function.get("description") is not None and not isinstance(function["description"], str):
+            raise InvalidRecord(f"{at}.description: must be a string, found {_kind(function['description'])}")
+        if function.get("parameters") is not None:
+            parameters = _parse(function["parameters"], f"{at}.parameters")
+            if not isinstance(parameters, dict):
+                raise InvalidRecord(f"{at}.parameters: must be an object, found {_kind(parameters)}")
+            function = function | {"parameters": parameters}
         result.append({"type": "function", "function": function})
     return result
 

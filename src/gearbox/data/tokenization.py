@@ -275,7 +275,8 @@ class _BatchTokenizer:
         encoded: list[tuple[row_formats.Chat | str, int, loss_mask.Encoded]] = []
         for document, number, outcome in zip(documents, numbers, self.tokenizer.encode(documents), strict=True):
             if isinstance(outcome, InvalidRecord):
-                bad.append(UnusableRecord(batch.origin, number, row_formats.of_field(str(outcome), batch.names)))
+                reason = row_formats.of_field(str(outcome), batch.names, document)
+                bad.append(UnusableRecord(batch.origin, number, reason))
             else:
                 encoded.append((document, number, outcome))
         bad.sort(key=lambda entry: entry.number)
