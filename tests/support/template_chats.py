@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from gearbox import ROOT
 from gearbox.data import row_formats
 from gearbox.data.row_formats import Chat, FieldNames
 
@@ -107,6 +107,9 @@ KINDS: dict[str, Record] = {
     ),
     "nested arguments": tools(ASK, asks(call(**NESTED)), result(), ANSWER),
     "long ids": tools(ASK, asks(call(number=LONG_ID, city="Bern")), result(number=LONG_ID), ANSWER),
+    "ids with names": tools(
+        ASK, asks(call(number="functions.weather:0", city="Bern")), result(number="functions.weather:0"), ANSWER,
+    ),
     "no ids": tools(ASK, asks(call(number=None, city="Bern")), result(number=None), ANSWER),
     "result in JSON": tools(ASK, ROUND[0], result('{"sky": "grey", "rain": [1.5, "mm"]}'), ANSWER),
     "empty result": tools(ASK, ROUND[0], result(""), ANSWER),
@@ -170,15 +173,30 @@ class Marker:
         return self.text(text, owner, role)
 
 
-def mark(record: Record, marks: str = "", form: str = "messages") -> MarkedChat:
+def real_chats() -> list[Record]:
+    """Return the real chats of shared/data, if this machine has them, with ids where calls and results lack them."""
+    path = ROOT.parent / "shared" / "data" / "glaive_toolcall_en_demo.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def mark(record: Record, marks: str = "") -> MarkedChat:
     """Return the record's chat with markers. `marks` replaces QUOTE in contents."""
-    names = FieldNames(form, {}, {})
+    names = FieldNames("messages" if "messages" in record else "conversations", {}, {})
     read = row_formats.read({key: value for key, value in record.items() if key != "supervise"}, names)
     assert isinstance(read, Chat)
     marker = Marker()
-    turns = [_marked_turn(marker, one, number, marks) for number, one in enumerate(read.turns)]
+    given = read.turns if names.form == "messages" else [_with_ids(one) for one in read.turns]
+    turns = [_marked_turn(marker, one, number, marks) for number, one in enumerate(given)]
     definitions = [_marked_tool(marker, one) for one in read.tools or ()] or None
     return MarkedChat(Chat(turns, definitions, read.untrained), record.get("supervise", "assistant"), marker.parts)
+
+
+def _with_ids(one: Record) -> Record:
+    """Return a turn with ids of nine characters. Real files often lack ids, which some templates need."""
+    if one["role"] == "tool":
+        return {"tool_call_id": "abcdefgh1", "name": "function"} | one
+    calls = [{"id": f"abcdefgh{number}"} | each for number, each in enumerate(one.get("tool_calls", ()), 1)]
+    return one | ({"tool_calls": calls} if calls else {})
 
 
 def _marked_turn(marker: Marker, one: Record, number: int, marks: str) -> Record:
@@ -190,8 +208,7 @@ def _marked_turn(marker: Marker, one: Record, number: int, marks: str) -> Record
     for each in given.get("tool_calls", ()):
         function = each["function"]
         arguments = marker.leaves(function["arguments"], number, "call")
-        if not [*_strings(arguments)]:
-            marker.parts.append(Part(number, "name", function["name"], function["name"]))
+        marker.parts.append(Part(number, "name", function["name"], function["name"]))
         calls.append(each | {"function": function | {"arguments": arguments}})
     return given | ({"tool_calls": calls} if calls else {})
 
@@ -200,11 +217,3 @@ def _marked_tool(marker: Marker, one: Record) -> Record:
     function = one["function"]
     described = marker.text(function.get("description") or "a tool", TOOLS, "tool")
     return one | {"function": function | {"description": described}}
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)

@@ -39,13 +39,15 @@ ENDS = re.compile(
     | </s> | <end_of_turn> | <turn\|> | <\uff5cend▁of▁sentence\uff5c>
     | <\uff5chy_eos[^\uff5c]*\uff5c> | <\uff5chy_place▁holder▁no▁2\uff5c> | \[e~\[
     | <seed:eos> | <SPECIAL_12> | <end_of_sentence> | \[\|endofturn\|\] | <_end> | <end_message> | <sep>
-    | </assistant> | <end_of_utterance> | <eos> | <EOS> | <eoa> | <end_function_call>
+    | </assistant> | <end_of_utterance> | <eos> | <EOS> | <eoa> | <_user> | <reserved_106> | <s>(?=User:)
     """,
     re.X,
 )
 
 # What templates write between the head and an answer without reasoning.
-SUPPLIED = re.compile(r"(?P<space>\s*)(?P<thought>(?:<(?:mm:)?think(?::\w+)?>)?\s*(?:</(?:mm:)?think(?::\w+)?>)?)\s*")
+SUPPLIED = re.compile(
+    r"(?P<space>\s*)(?P<open>(?:<(?:mm:)?think(?::\w+)?>)?)\s*(?P<close>(?:</(?:mm:)?think(?::\w+)?>)?)\s*"
+)
 
 
 class Place(NamedTuple):
@@ -71,7 +73,7 @@ class Span:
 
 def places(text: str, marked: MarkedChat) -> list[Place]:
     """Return the place of each part that the text shows, in order of the text."""
-    found = []
+    found, names = [], []
     for part in marked.parts:
         if part.what == "name":
             continue
@@ -83,10 +85,13 @@ def places(text: str, marked: MarkedChat) -> list[Place]:
         if part.what == "name":
             low = max((place.end for place in found if -1 < place.part.owner < part.owner), default=0)
             high = min((place.first for place in found if place.part.owner > part.owner), default=len(text))
+            own = max((place.end for place in found if place.part.owner == part.owner), default=0)
+            if own and (end := ENDS.search(text, own, high)):
+                high = end.start()
             first = text.find(part.first, low, high)
             if first >= 0:
-                found.append(Place(first, first + len(part.first), part))
-    return sorted(found)
+                names.append(Place(first, first + len(part.first), part))
+    return sorted(found + names)
 
 
 def missing(text: str, marked: MarkedChat) -> list[str]:
@@ -98,6 +103,24 @@ def missing(text: str, marked: MarkedChat) -> list[str]:
         for part in marked.parts
         if part not in shown and not (part.what == "reasoning" and part.owner != answers[-1])
     ]
+
+
+def unknowable(text: str, marked: MarkedChat, trained: set[int]) -> str:
+    """Return why the trained characters of a text cannot be right, or an empty string.
+
+    The text goes on after its last answer with a turn of the user, if the template allows it.
+    """
+    found = places(text, marked)
+    for owner in sorted(trained):
+        own = [place for place in found if place.part.owner == owner]
+        others = [place for place in found if place.part.owner != owner]
+        if any(own[0].end <= place.first < own[-1].first for place in others):
+            return f"the template puts other turns inside turn {owner + 1}"
+        least = max(place.end for place in own)
+        before = min((place.first for place in others if place.first >= least), default=len(text))
+        if not ENDS.search(text, least, before):
+            return "the template writes no mark at which generation stops"
+    return ""
 
 
 def spans(text: str, marked: MarkedChat, prompts: dict[int, str]) -> list[Span]:
@@ -122,9 +145,12 @@ def _firsts(text: str, after: int, first: int, prompt: str | None) -> set[int]:
     heads = [head.end() for head in HEADS.finditer(text, after, first)]
     asked = len(prompt) if prompt and text.startswith(prompt) and after <= len(prompt) <= first else None
     if not heads:
-        return {asked} if asked is not None else set()
+        return {asked} if asked is not None else {*range(after, first + 1)}
+    if asked is not None and any(head <= asked and not text[head:asked].strip() for head in heads[:-1]):
+        return {asked}
+    if asked is not None and asked >= heads[-1]:
+        return {asked}
     supplied = SUPPLIED.match(text, heads[-1], first)
     assert supplied is not None
-    near = {*range(heads[-1], supplied.end("space") + 1), *range(supplied.end("thought"), supplied.end() + 1)}
-    spaces = range(heads[-1], supplied.end("space") + 1)
-    return {asked} if asked in spaces else near | ({asked} if asked is not None else set())
+    before, opened, after = supplied.span("space"), supplied.span("open"), supplied.span("close")
+    return {*range(before[0], before[1] + 1), *range(opened[1], after[0] + 1), *range(after[1], supplied.end() + 1)}

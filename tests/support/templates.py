@@ -1,10 +1,14 @@
 """Encode chats of every kind with every template of models/templates, and write docs/data.md (`make templates`)."""
 
 import json
+import platform
 import re
 import sys
-from dataclasses import dataclass
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +22,29 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from gearbox import ROOT
 from gearbox.data.loss_mask import ChatTokenizer
 from gearbox.data.row_formats import InvalidRecord
-from gearbox.errors import UserError
-from support.template_chats import MarkedChat, mark
-from support.template_oracle import ENDS, missing, places, spans
+from gearbox.errors import UserError, one_line
+from support import template_files
+from support.template_chats import KINDS, MarkedChat, Part, Record, mark, real_chats
+from support.template_files import FOLDER, TemplateFile, listed, present
+from support.template_oracle import ENDS, missing, places, spans, unknowable
 
-FOLDER = ROOT / "models" / "templates"
+DOCUMENT = ROOT / "docs" / "data.md"
+BEGIN, FINISH = "<!-- made by make templates -->", "<!-- end -->"
+NUM_REAL = 20  # chats of real data for each template
 MARKS = re.compile(
     r"<\|[^|<>\s'\"{}]{1,40}\|>|<\uff5c[^\uff5c<>\s'\"{}]{1,40}\uff5c>|\[/?[A-Z_]{3,25}\]|\[\|[a-z]+\|\]|<\|\"\|>"
     r"|<\|[a-z_]+>|<[a-z_]+\|>|</?s>|<[be]os>|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?seed:\w+>|<sep>"
     r"|</?(?:mm:)?think>|</?tool_call>|</?tool_response>|</?(?:role|assistant|user|system)>|<reserved_10[67]>"
     r"|<(?:beginning|end)_of_sentence>|</?minimax:tool_call>|<(?:start|end)_[a-z]+>|<_(?:end|bot|user)>|<AI>"
 )
+# As in most real vocabularies, these marks inside of a turn are one token each, but not special ones.
+INNER = re.compile(r"think|</?tool|<\uff5ctool")
+FOLLOWS = Part(0, "user", "mk999a", "mk999a")
+REAL = "real"
+CALLS = {kind for kind in KINDS if re.search(r"call|argument|ids|result|tools", kind)} | {"last only", "everything"}
+THOUGHTS = {kind for kind in KINDS if re.search(r"reason|think", kind)}
+GROUPS = {"turns": {*KINDS} - CALLS - THOUGHTS, "calls": CALLS - THOUGHTS, "reasoning": THOUGHTS, "real": {REAL}}
+BAR = "\\|"
 EXACT, REFUSED, REFUSED_WRONGLY, WRONG = "exact", "refused", "refused wrongly", "wrong"
 
 
@@ -47,11 +63,9 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None) -> PreTraine
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     found = {*MARKS.findall(template), *filter(None, (bos, eos)), *re.findall(r"\]~b\]|\]~!b\[|\[e~\[", template)}
-    # As in most real vocabularies, marks inside a turn such as </tool_call> are one token, but not a special one.
-    words = [
-        AddedToken(mark, normalized=False, special="think" not in mark and "tool" not in mark) for mark in sorted(found)
-    ]
-    backend.add_tokens(words)
+    if "[TOOL_CALLS]" not in found:
+        found -= {"[INST]", "[/INST]"}  # Mistral's first vocabularies have no tokens for these
+    backend.add_tokens([AddedToken(mark, normalized=False, special=not INNER.search(mark)) for mark in sorted(found)])
     given = {"bos_token": bos, "eos_token": eos}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in given.items() if v})
     tokenizer.chat_template = template
@@ -86,8 +100,8 @@ class Subject:
         )  # fmt: skip
         return text
 
-    def verdict(self, record: dict[str, Any], form: str = "messages") -> Verdict:
-        marked = mark(record, self.marks(), form)
+    def verdict(self, record: Record) -> Verdict:
+        marked = mark(record, self.marks())
         return self.judge(marked, self.encode(marked))
 
     def encode(self, marked: MarkedChat) -> tuple[str, list[bool]] | str:
@@ -108,13 +122,7 @@ class Subject:
         return text, starts
 
     def judge(self, marked: MarkedChat, outcome: tuple[str, list[bool]] | str) -> Verdict:
-        try:
-            complete = self.render(marked)
-        except Exception as error:
-            complete, reason = None, f"the template fails: {error}"
-        else:
-            lacks = missing(complete, marked)
-            reason = f"the template omits {', '.join(dict.fromkeys(lacks))}" if lacks else ""
+        complete, reason = self.complete(marked)
         if isinstance(outcome, str):
             return Verdict(REFUSED, reason) if reason else Verdict(REFUSED_WRONGLY, outcome)
         text, supervised = outcome
@@ -125,12 +133,31 @@ class Subject:
         faults = self.faults(marked, text, supervised)
         return Verdict(WRONG, "; ".join(faults)) if faults else Verdict(EXACT)
 
+    def complete(self, marked: MarkedChat) -> tuple[str | None, str]:
+        """Return the rendered chat, and why it has to be refused."""
+        try:
+            complete = self.render(marked)
+        except Exception as error:
+            return None, f"the template fails: {error}"
+        if lacks := missing(complete, marked):
+            return complete, f"the template omits {', '.join(dict.fromkeys(lacks))}"
+        turns = marked.chat.turns
+        more = replace(marked.chat, turns=[*turns, {"role": "user", "content": FOLLOWS.first}])
+        longer = MarkedChat(more, marked.supervise, [*marked.parts, replace(FOLLOWS, owner=len(turns))])
+        try:
+            followed = self.render(longer)
+        except Exception:
+            followed = complete
+        return complete, unknowable(followed, longer, self.trained(marked))
+
+    def trained(self, marked: MarkedChat) -> set[int]:
+        answers = [i for i, turn in enumerate(marked.chat.turns) if turn["role"] == "assistant"]
+        return {*(answers[-1:] if marked.supervise == "last" else answers)} - marked.chat.untrained
+
     def faults(self, marked: MarkedChat, text: str, supervised: list[bool]) -> list[str]:
         """Return what is wrong with the supervised characters of a text."""
         answers = [i for i, turn in enumerate(marked.chat.turns) if turn["role"] == "assistant"]
-        trained = {*answers} - marked.chat.untrained
-        if marked.supervise == "last":
-            trained &= {answers[-1]}
+        trained = self.trained(marked)
         found = []
         for place in places(text, marked):
             flags = {*supervised[place.first : place.end]}
@@ -194,11 +221,92 @@ def _fixed_date(call: re.Match[str]) -> str:
 
 def _same(text: str, complete: str) -> bool:
     """Return True if the text is the complete rendering, with an end added or a head without answer removed."""
-    if text.startswith(complete):
-        return not text[len(complete) :] or bool(ENDS.fullmatch(text[len(complete) :].strip()))
+    kept = complete.rstrip()
+    if text == complete or (text.startswith(kept) and ENDS.fullmatch(text[len(kept) :].strip())):
+        return True
     return complete.startswith(text) and "mk" not in complete[len(text) :]
 
 
 def _difference(a: str, b: str) -> str:
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return f"{a[same - 10 : same + 20]!r}, not {b[same - 10 : same + 20]!r}"
+
+
+def verdicts(files: list[TemplateFile], kinds: dict[str, Record]) -> dict[tuple[TemplateFile, str], Verdict]:
+    """Return the verdict of each kind of chat with each template."""
+    found = {}
+    for file in files:
+        subject = Subject(file.read(), file.bos or None, file.eos or None)
+        found |= {(file, kind): subject.verdict(record) for kind, record in kinds.items()}
+    return found
+
+
+def all_kinds(num_real: int = NUM_REAL) -> dict[str, Record]:
+    real = real_chats()
+    return KINDS | {f"{REAL} {i + 1}": record for i, record in enumerate(real[:: max(1, len(real) // num_real)])}
+
+
+def reason_of(verdict: Verdict) -> str:
+    """Return a verdict's reason without numbers and names, so that equal reasons can be counted."""
+    why = re.sub(r"(name|call|tool|user|assistant|reasoning|system) of turn \d+", r"\1", verdict.why)
+    if why.startswith("the template omits "):
+        parts = set(why.removeprefix("the template omits ").split(", "))
+        names = {"name": "calls", "call": "calls", "tool": "results", "the tools": "tools", "assistant": "answers"}
+        shown = sorted({names.get(part, part) for part in parts})
+        return f"omits {shown[0] if len(shown) == 1 else 'tools' if {'calls', 'tools'} & {*shown} else shown[-1]}"
+    why = why.removeprefix("the template fails: ").removeprefix("the template ")
+    return re.sub(r"(turn )\d+", r"\1n", one_line(ValueError(why), 60))
+
+
+def table(found: dict[tuple[TemplateFile, str], Verdict]) -> str:
+    """Return the table of docs/data.md: a row for each family."""
+    families: dict[str, dict[tuple[TemplateFile, str], Verdict]] = {}
+    for (file, kind), verdict in found.items():
+        families.setdefault(file.family, {})[file, kind] = verdict
+    heads = ["templates", "files", *GROUPS, "refused because the template"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for family in sorted(families, key=lambda name: (name == "others", name.lower())):
+        cells = families[family]
+        row = [family, str(len({file for file, _ in cells}))]
+        for kinds in GROUPS.values():
+            group = [verdict for (_, kind), verdict in cells.items() if kind in kinds or kind.split()[0] in kinds]
+            row.append(f"{sum(one.result == EXACT for one in group)} of {len(group)}")
+        reasons = Counter(reason_of(one) for one in cells.values() if one.result == REFUSED)
+        row.append(", ".join(f"{why.replace('|', BAR)} ({n})" for why, n in reasons.most_common(3)))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def summary(found: dict[tuple[TemplateFile, str], Verdict]) -> str:
+    """Return the sentences above the table."""
+    results = Counter(verdict.result for verdict in found.values())
+    files = len({file for file, _ in found})
+    return (
+        f"{files} public templates x {len(KINDS)} kinds of chats and {len(found) // files - len(KINDS)} real chats: "
+        f"{results[EXACT]:,} exact, {results[REFUSED]:,} refused with a reason, {results[REFUSED_WRONGLY]:,} refused "
+        f"wrongly, {results[WRONG]:,} wrong. {date.today()}, {platform.machine()}, Python {platform.python_version()}, "
+        f"transformers {version('transformers')}, tokenizers {version('tokenizers')}, jinja2 {version('jinja2')}."
+    )
+
+
+def write(found: dict[tuple[TemplateFile, str], Verdict]) -> None:
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+    after = rest.partition(FINISH)[2]
+    wrapped = textwrap.fill(summary(found), 118)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{wrapped}\n\n{table(found)}\n{FINISH}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    files = present()
+    if missing_files := len(listed()) - len(files):
+        sys.exit(f"{missing_files} templates are not in {FOLDER}; run {Path(template_files.__file__).name} first")
+    found = verdicts(files, all_kinds())
+    for (file, kind), verdict in found.items():
+        if verdict.result in (REFUSED_WRONGLY, WRONG):
+            print(f"{file.name}, {kind}: {verdict.result}: {verdict.why}")
+    print(summary(found))
+    write(found)
+
+
+if __name__ == "__main__":
+    main()
