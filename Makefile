@@ -7,8 +7,8 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults matrix zoo cells commands cluster slurm-test image image-test bench \
-	pictures schema smollm2 lock clean
+.PHONY: help setup packages train quick test lint faults matrix zoo templates cells commands cluster slurm-test image \
+	image-test bench pictures schema smollm2 lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,10 @@ matrix: $(STAMP)  ## run every method under every gear, and write docs/matrix.md
 
 zoo: $(STAMP)  ## rehearse every model family under several gears, and write docs/models.md (30 min; resumes if stopped)
 	$(BIN)/python tests/support/zoo.py
+
+templates: $(STAMP)  ## encode chats with public templates, and write the table of docs/data.md (10 min; fetches them)
+	$(BIN)/python tests/support/template_files.py
+	$(BIN)/python tests/support/templates.py
 
 cells: $(STAMP)  ## check docs/matrix.md and docs/models.md: the matrix's diagonal, and a daily sample of the rest
 	$(BIN)/pytest -m cells

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gearbox import ROOT
@@ -128,6 +128,8 @@ KINDS: dict[str, Record] = {
     "consecutive users": plain(ASK, AGAIN, ANSWER),
     "space at the end": plain(ASK, turn("assistant", "No. \n\n"), AGAIN, turn("assistant", " Then \n")),
     "marks in question": plain(turn("user", f"What are {QUOTE}?"), ANSWER, AGAIN, MORE),
+    "marks in answer": plain(ASK, turn("assistant", f"They are {QUOTE}."), AGAIN, MORE),
+    "marks in result": tools(ASK, ROUND[0], result(f"They are {QUOTE}."), ANSWER),
     "weight 0": plain(ASK, ANSWER | {"weight": 0}, AGAIN, MORE),
     "last only": tools(ASK, *ROUND, ANSWER, AGAIN, MORE, supervise="last"),
     "everything": tools(SYSTEM, ASK, *ROUND, ANSWER, AGAIN, MORE, supervise="all"),
@@ -211,6 +213,17 @@ def _marked_turn(marker: Marker, one: Record, number: int, marks: str) -> Record
         marker.parts.append(Part(number, "name", function["name"], function["name"]))
         calls.append(each | {"function": function | {"arguments": arguments}})
     return given | ({"tool_calls": calls} if calls else {})
+
+
+def with_arguments_as_text(chat: Chat) -> Chat:
+    turns = []
+    for one in chat.turns:
+        calls = []
+        for each in one.get("tool_calls", ()):
+            arguments = json.dumps(each["function"]["arguments"], ensure_ascii=False)
+            calls.append(each | {"function": each["function"] | {"arguments": arguments}})
+        turns.append(one | ({"tool_calls": calls} if calls else {}))
+    return replace(chat, turns=turns)
 
 
 def _marked_tool(marker: Marker, one: Record) -> Record:

@@ -39,7 +39,7 @@ ENDS = re.compile(
     | </s> | <end_of_turn> | <turn\|> | <\uff5cend▁of▁sentence\uff5c>
     | <\uff5chy_eos[^\uff5c]*\uff5c> | <\uff5chy_place▁holder▁no▁2\uff5c> | \[e~\[
     | <seed:eos> | <SPECIAL_12> | <end_of_sentence> | \[\|endofturn\|\] | <_end> | <end_message> | <sep>
-    | </assistant> | <end_of_utterance> | <eos> | <EOS> | <eoa> | <_user> | <reserved_106> | <s>(?=User:)
+    | </assistant> | <end_of_utterance> | <eos> | <EOS> | <eoa> | <_user> | <reserved_106> | <s>(?=User:|Bot:)
     """,
     re.X,
 )
@@ -95,7 +95,10 @@ def places(text: str, marked: MarkedChat) -> list[Place]:
 
 
 def missing(text: str, marked: MarkedChat) -> list[str]:
-    """Return what the text lacks. Templates may leave out the reasoning of all answers but the last."""
+    """Return what the text lacks. Templates may leave out the reasoning of all answers but the last.
+
+    Some templates write the id of a call and not its name. That matters where the call is trained.
+    """
     shown = [place.part for place in places(text, marked)]
     answers = [i for i, turn in enumerate(marked.chat.turns) if turn["role"] == "assistant"]
     return [
@@ -146,11 +149,11 @@ def _firsts(text: str, after: int, first: int, prompt: str | None) -> set[int]:
     asked = len(prompt) if prompt and text.startswith(prompt) and after <= len(prompt) <= first else None
     if not heads:
         return {asked} if asked is not None else {*range(after, first + 1)}
-    if asked is not None and any(head <= asked and not text[head:asked].strip() for head in heads[:-1]):
-        return {asked}
     if asked is not None and asked >= heads[-1]:
         return {asked}
+    is_after_a_head = asked is not None and any(not text[head:asked].strip() for head in heads if head <= asked)
     supplied = SUPPLIED.match(text, heads[-1], first)
     assert supplied is not None
-    before, opened, after = supplied.span("space"), supplied.span("open"), supplied.span("close")
-    return {*range(before[0], before[1] + 1), *range(opened[1], after[0] + 1), *range(after[1], supplied.end() + 1)}
+    before, opened, closed = supplied.span("space"), supplied.span("open"), supplied.span("close")
+    near = {*range(before[0], before[1] + 1), *range(opened[1], closed[0] + 1), *range(closed[1], supplied.end() + 1)}
+    return near | {asked} if asked is not None and is_after_a_head else near

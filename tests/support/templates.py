@@ -1,6 +1,7 @@
 """Encode chats of every kind with every template of models/templates, and write docs/data.md (`make templates`)."""
 
 import json
+import os
 import platform
 import re
 import sys
@@ -24,7 +25,7 @@ from gearbox.data.loss_mask import ChatTokenizer
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.errors import UserError, one_line
 from support import template_files
-from support.template_chats import KINDS, MarkedChat, Part, Record, mark, real_chats
+from support.template_chats import KINDS, MarkedChat, Part, Record, mark, real_chats, with_arguments_as_text
 from support.template_files import FOLDER, TemplateFile, listed, present
 from support.template_oracle import ENDS, missing, places, spans, unknowable
 
@@ -39,6 +40,7 @@ MARKS = re.compile(
 )
 # As in most real vocabularies, these marks inside of a turn are one token each, but not special ones.
 INNER = re.compile(r"think|</?tool|<\uff5ctool")
+THOUGHT = re.compile(r"think|thought|channel", re.I)
 FOLLOWS = Part(0, "user", "mk999a", "mk999a")
 REAL = "real"
 CALLS = {kind for kind in KINDS if re.search(r"call|argument|ids|result|tools", kind)} | {"last only", "everything"}
@@ -89,10 +91,18 @@ class Subject:
         return self.encoders[supervise]
 
     def marks(self) -> str:
-        return " and ".join([*dict.fromkeys(MARKS.findall(self.template))][:4])
+        """Return some marks of the template. A template takes text before </think> for reasoning."""
+        found = dict.fromkeys(mark for mark in MARKS.findall(self.template) if not THOUGHT.search(mark))
+        return " and ".join([*found][:4])
 
     def render(self, marked: MarkedChat, turns: int | None = None) -> str:
-        """Return the chat, or its first turns and the head of an answer."""
+        """Return the chat, or its first turns and the head of an answer. Some templates want arguments as JSON text."""
+        try:
+            return self._render(marked, turns)
+        except TypeError:
+            return self._render(replace(marked, chat=with_arguments_as_text(marked.chat)), turns)
+
+    def _render(self, marked: MarkedChat, turns: int | None) -> str:
         template = re.sub(r"strftime_now\((['\"])(.*?)\1\)", _fixed_date, self.template)
         (text,), _ = render_jinja_template(
             [marked.chat.turns[:turns]], tools=marked.chat.tools, chat_template=template,
@@ -126,7 +136,8 @@ class Subject:
         if isinstance(outcome, str):
             return Verdict(REFUSED, reason) if reason else Verdict(REFUSED_WRONGLY, outcome)
         text, supervised = outcome
-        if lacks := missing(text, marked):
+        context = {f"name of turn {i + 1}" for i in range(len(marked.chat.turns)) if i not in self.trained(marked)}
+        if lacks := {*missing(text, marked)} - context:
             return Verdict(WRONG, f"encoded without {', '.join(lacks)}")
         if complete is not None and not _same(text, complete):
             return Verdict(WRONG, f"encodes another text than the template renders: {_difference(text, complete)}")
@@ -192,9 +203,9 @@ class Subject:
             nearest = min(span.firsts, key=lambda at: abs(at - first))
             shown = text[max(0, min(first, nearest) - 20) : max(first, nearest) + 10]
             found.append(f"{name} begins {first - nearest:+d} characters from the end of its head: {shown!r}")
-        ends = [mark.end() for mark in ENDS.finditer(text, 0, end)]
         eos = self.tokenizer.eos_token
-        has_end = (ends and ends[-1] == end) or bool(eos and text[:end].endswith(eos))
+        has_end = any(mark.end() == end for mark in ENDS.finditer(text, span.least))
+        has_end |= bool(eos and text[:end].endswith(eos))
         if not has_end:
             found.append(f"{name} has no end of turn: {text[end - 20 : end]!r} + {text[end : end + 20]!r}")
         elif span.end is not None and span.end != end and not (eos and text[:end].endswith(eos)):
@@ -263,7 +274,7 @@ def table(found: dict[tuple[TemplateFile, str], Verdict]) -> str:
     families: dict[str, dict[tuple[TemplateFile, str], Verdict]] = {}
     for (file, kind), verdict in found.items():
         families.setdefault(file.family, {})[file, kind] = verdict
-    heads = ["templates", "files", *GROUPS, "refused because the template"]
+    heads = ["templates", "files", *GROUPS, "why refused: the template ..."]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for family in sorted(families, key=lambda name: (name == "others", name.lower())):
         cells = families[family]
@@ -281,19 +292,22 @@ def summary(found: dict[tuple[TemplateFile, str], Verdict]) -> str:
     """Return the sentences above the table."""
     results = Counter(verdict.result for verdict in found.values())
     files = len({file for file, _ in found})
+    real = len({kind for _, kind in found if kind.startswith(REAL)})
     return (
-        f"{files} public templates x {len(KINDS)} kinds of chats and {len(found) // files - len(KINDS)} real chats: "
-        f"{results[EXACT]:,} exact, {results[REFUSED]:,} refused with a reason, {results[REFUSED_WRONGLY]:,} refused "
-        f"wrongly, {results[WRONG]:,} wrong. {date.today()}, {platform.machine()}, Python {platform.python_version()}, "
-        f"transformers {version('transformers')}, tokenizers {version('tokenizers')}, jinja2 {version('jinja2')}."
+        f"{files} public templates were tried with {len(KINDS)} kinds of chats and {real} real tool chats. Of "
+        f"{len(found):,} pairs, {results[EXACT]:,} are exact, {results[REFUSED]:,} are refused with the reason, "
+        f"{results[REFUSED_WRONGLY]} are refused wrongly, and {results[WRONG]} are wrong. "
+        f"Generated on {date.today()}: {os.cpu_count()} cores, {platform.machine()}; Python "
+        f"{platform.python_version()}, transformers {version('transformers')}, tokenizers {version('tokenizers')}, "
+        f"jinja2 {version('jinja2')}."
     )
 
 
 def write(found: dict[tuple[TemplateFile, str], Verdict]) -> None:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(FINISH)[2]
     wrapped = textwrap.fill(summary(found), 118)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{wrapped}\n\n{table(found)}\n{FINISH}{after}", encoding="utf-8")
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{wrapped}\n\n{table(found)}\n\n{FINISH}{after}", encoding="utf-8")
 
 
 def main() -> None:
