@@ -139,7 +139,7 @@ class Subject:
         context = {f"name of turn {i + 1}" for i in range(len(marked.chat.turns)) if i not in self.trained(marked)}
         if lacks := {*missing(text, marked)} - context:
             return Verdict(WRONG, f"encoded without {', '.join(lacks)}")
-        if complete is not None and not _same(text, complete):
+        if complete is not None and not _same(text, complete, self.tokenizer.eos_token or ""):
             return Verdict(WRONG, f"encodes another text than the template renders: {_difference(text, complete)}")
         faults = self.faults(marked, text, supervised)
         return Verdict(WRONG, "; ".join(faults)) if faults else Verdict(EXACT)
@@ -230,10 +230,11 @@ def _fixed_date(call: re.Match[str]) -> str:
     return json.dumps(date(2024, 7, 26).strftime(call[2]))
 
 
-def _same(text: str, complete: str) -> bool:
+def _same(text: str, complete: str, eos: str) -> bool:
     """Return True if the text is the complete rendering, with an end added or a head without answer removed."""
     kept = complete.rstrip()
-    if text == complete or (text.startswith(kept) and ENDS.fullmatch(text[len(kept) :].strip())):
+    more = text[len(kept) :].strip()
+    if text == complete or (text.startswith(kept) and (more == eos or ENDS.fullmatch(more))):
         return True
     return complete.startswith(text) and "mk" not in complete[len(text) :]
 
