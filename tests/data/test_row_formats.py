@@ -257,6 +257,21 @@ def test_a_field_that_the_template_misses_is_named(tokenizer, tmp_path, monkeypa
     assert str(caught.value).startswith(start) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "name"), [({"a": 1}, "an object"), ([1], "a list"), (2, "a number"), (0.5, "a number")]
+)
+def test_an_argument_that_the_template_takes_for_text_is_named(tokenizer, tmp_path, monkeypatch, value, name):
+    calls = "{% for c in m.tool_calls or [] %}{% for v in c.function.arguments.values() %}{{ '' + v }}"
+    template = f"{{% for m in messages %}}{calls}{{% endfor %}}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    call = {"function": {"name": "f", "arguments": {"city": "Bern", "days": value}}}
+    turns = [BYE[0], {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(
+        UserError, match=rf"messages: turn 2 \(assistant\): tool_calls\[0\].arguments.days is {name}; the "
+    ):
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [{"messages": turns}]))
+
+
 def test_parameters_in_json_are_read():
     tool = {"name": "f", "description": None, "parameters": '{"type": "object"}'}
     found = row_formats.read({"messages": BYE, "tools": [tool]}, row_formats.FieldNames("messages", {}, {}))

@@ -111,6 +111,7 @@ KINDS: dict[str, Record] = {
         ASK, asks(call(number="functions.weather:0", city="Bern")), result(number="functions.weather:0"), ANSWER,
     ),
     "no ids": tools(ASK, asks(call(number=None, city="Bern")), result(number=None), ANSWER),
+    "call without definitions": plain(SYSTEM, ASK, *ROUND, ANSWER),
     "result in JSON": tools(ASK, ROUND[0], result('{"sky": "grey", "rain": [1.5, "mm"]}'), ANSWER),
     "empty result": tools(ASK, ROUND[0], result(""), ANSWER),
     "reasoning": plain(ASK, ANSWER | {"reasoning_content": "Four is more."}),

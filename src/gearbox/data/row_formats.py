@@ -98,19 +98,22 @@ def _suspects(chat: Chat, message: str) -> Iterator[str]:
     """Yield the fields of calls and results that a template's message is about, and what is wrong with each."""
     about_ids = re.search(r"\bids?\b|_id\b", message, re.I)
     wanted = re.search(r"length (\d+)|(\d+) characters", message)
-    length = int(wanted[1] or wanted[2]) if wanted else None
+    kind = re.search(r"concatenate str \(not \"(\w+)\"\)", message)  # Python's words
     for number, turn in enumerate(chat.turns):
-        at = f"turn {number + 1} ({turn['role']})"
-        fields = [(f"tool_calls[{i}].id", call.get("id")) for i, call in enumerate(turn.get("tool_calls", ()))]
-        if turn["role"] == "tool":
-            fields.append(("tool_call_id", turn.get("tool_call_id")))
-        for name, value in fields if about_ids else ():
+        at, calls = f"turn {number + 1} ({turn['role']})", turn.get("tool_calls", [])
+        ids = [(f"tool_calls[{i}].id", call.get("id")) for i, call in enumerate(calls)]
+        ids += [("tool_call_id", turn.get("tool_call_id"))] if turn["role"] == "tool" else []
+        for name, value in ids if about_ids else ():
             if value is None:
                 yield f"{at}: {name} is missing"
-            elif length and len(value) != length:
-                yield f"{at}: {name} has {len(value)} characters, not {length}"
+            elif wanted and len(value) != int(wanted[1] or wanted[2]):
+                yield f"{at}: {name} has {len(value)} characters, not {wanted[1] or wanted[2]}"
         if turn["role"] == "tool" and "name" not in turn and re.search(r"\bname\b", message):
             yield f"{at}: name is missing"
+        for i, call in enumerate(calls):
+            for name, value in call["function"]["arguments"].items():
+                if kind and type(value).__name__ == kind[1]:
+                    yield f"{at}: tool_calls[{i}].arguments.{name} is {_kind(value)}"
 
 
 def unused_fields(record: JSON, names: FieldNames) -> set[str]:
@@ -171,17 +174,10 @@ def _make_turn(role: str, content: str) -> Turn:
 
 def _kind(value: JSON) -> str:
     """Return a short description of a value in JSON terms."""
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
+    names: dict[type, str] = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
     if isinstance(value, str):
         return f"the string {value[:40]!r}" if value else "an empty string"
-    return names.get(type(value), type(value).__name__)
+    return names.get(type(value), "a number")
 
 
 def _require(record: JsonObject, name: str, names: FieldNames) -> None:
