@@ -48,6 +48,7 @@ ENDS = re.compile(
 SUPPLIED = re.compile(
     r"(?P<space>\s*)(?P<open>(?:<(?:mm:)?think(?::\w+)?>)?)\s*(?P<close>(?:</(?:mm:)?think(?::\w+)?>)?)\s*"
 )
+THINK = "<think>"  # answers may begin with it themselves
 
 
 class Place(NamedTuple):
@@ -126,8 +127,11 @@ def unknowable(text: str, marked: MarkedChat, trained: set[int]) -> str:
     return ""
 
 
-def spans(text: str, marked: MarkedChat, prompts: dict[int, str]) -> list[Span]:
-    """Return the span of each answer of the text. `prompts` are the renderings that ask for each answer."""
+def spans(text: str, marked: MarkedChat, prompts: dict[int, str | None]) -> list[Span]:
+    """Return the span of each answer of the text. `prompts` are the renderings that ask for each answer.
+
+    A prompt is None if there is no such rendering, or if the template marks its answers itself.
+    """
     found, result = places(text, marked), []
     for owner, turn in enumerate(marked.chat.turns):
         own = [place for place in found if place.part.owner == owner]
@@ -138,6 +142,8 @@ def spans(text: str, marked: MarkedChat, prompts: dict[int, str]) -> list[Span]:
         after = max((place.end for place in others if place.end <= first), default=0)
         before = min((place.first for place in others if place.first >= least), default=len(text))
         firsts = _firsts(text, after, first, prompts.get(owner))
+        if any(text[head.end() : max(firsts)].strip() == THINK for head in HEADS.finditer(text, after, first)):
+            firsts |= _firsts(text, after, first, None) if turn["content"].startswith(THINK) else set()
         end = ENDS.search(text, least, before)
         result.append(Span(owner, firsts, least, end.end() if end else None))
     return result

@@ -213,6 +213,8 @@ class Subject:
         return found
 
     def prompt(self, marked: MarkedChat, owner: int) -> str | None:
+        if "endgeneration" in self.template:
+            return None
         try:
             return self.render(marked, owner)
         except Exception:
