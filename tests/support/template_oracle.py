@@ -52,7 +52,7 @@ THINK = "<think>"  # answers may begin with it themselves
 
 
 class Place(NamedTuple):
-    """Where a part of a chat is in a rendering: characters [first, end)."""
+    """A part of a chat at characters [first, end) of a rendering."""
 
     first: int
     end: int
@@ -127,10 +127,10 @@ def unknowable(text: str, marked: MarkedChat, trained: set[int]) -> str:
     return ""
 
 
-def spans(text: str, marked: MarkedChat, prompts: dict[int, str | None]) -> list[Span]:
+def spans(text: str, marked: MarkedChat, prompts: dict[int, str | None], marks_answers: bool = False) -> list[Span]:
     """Return the span of each answer of the text. `prompts` are the renderings that ask for each answer.
 
-    A prompt is None if there is no such rendering, or if the template marks its answers itself.
+    A template that marks its answers itself decides about the spaces after a head.
     """
     found, result = places(text, marked), []
     for owner, turn in enumerate(marked.chat.turns):
@@ -142,8 +142,10 @@ def spans(text: str, marked: MarkedChat, prompts: dict[int, str | None]) -> list
         after = max((place.end for place in others if place.end <= first), default=0)
         before = min((place.first for place in others if place.first >= least), default=len(text))
         firsts = _firsts(text, after, first, prompts.get(owner))
-        if any(text[head.end() : max(firsts)].strip() == THINK for head in HEADS.finditer(text, after, first)):
-            firsts |= _firsts(text, after, first, None) if turn["content"].startswith(THINK) else set()
+        heads = [head.end() for head in HEADS.finditer(text, after, first)]
+        thinks = turn["content"].startswith(THINK) and any(text[at : max(firsts)].strip() == THINK for at in heads)
+        if thinks or marks_answers:
+            firsts |= _firsts(text, after, first, None)
         end = ENDS.search(text, least, before)
         result.append(Span(owner, firsts, least, end.end() if end else None))
     return result

@@ -52,7 +52,7 @@ EXACT, REFUSED, REFUSED_WRONGLY, WRONG = "exact", "refused", "refused wrongly", 
 
 @dataclass
 class Verdict:
-    """What became of a chat of one kind with one template."""
+    """The result of a chat of one kind with one template."""
 
     result: str
     why: str = ""
@@ -180,7 +180,7 @@ class Subject:
             return found
         prompts = {owner: self.prompt(marked, owner) for owner in answers}
         left = [*supervised]
-        for span in spans(text, marked, prompts):
+        for span in spans(text, marked, prompts, "endgeneration" in self.template):
             if span.owner not in trained:
                 continue
             first, end = span.least - 1, span.least
@@ -213,8 +213,6 @@ class Subject:
         return found
 
     def prompt(self, marked: MarkedChat, owner: int) -> str | None:
-        if "endgeneration" in self.template:
-            return None
         try:
             return self.render(marked, owner)
         except Exception:
