@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -64,7 +65,8 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None) -> PreTraine
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    found = {*MARKS.findall(template), *filter(None, (bos, eos)), *re.findall(r"\]~b\]|\]~!b\[|\[e~\[", template)}
+    found = {*MARKS.findall(template + _examples(template)), *filter(None, (bos, eos))}
+    found |= {*re.findall(r"\]~b\]|\]~!b\[|\[e~\[", template)}
     if "[TOOL_CALLS]" not in found:
         found -= {"[INST]", "[/INST]"}  # Mistral's first vocabularies have no tokens for these
     backend.add_tokens([AddedToken(mark, normalized=False, special=not INNER.search(mark)) for mark in sorted(found)])
@@ -72,6 +74,16 @@ def make_tokenizer(template: str, bos: str | None, eos: str | None) -> PreTraine
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{k: v for k, v in given.items() if v})
     tokenizer.chat_template = template
     return tokenizer
+
+
+def _examples(template: str) -> str:
+    """Return chats rendered with the template, which may put its marks together from parts."""
+    texts = []
+    for kind in ("system", "several turns", "call"):
+        chat = mark(KINDS[kind]).chat
+        with suppress(Exception):
+            texts += render_jinja_template([chat.turns], tools=chat.tools, chat_template=template)[0]
+    return "".join(texts)
 
 
 class Subject:
