@@ -42,7 +42,6 @@ MARKS = re.compile(
 # As in most real vocabularies, these marks inside of a turn are one token each, but not special ones.
 INNER = re.compile(r"think|</?tool|<\uff5ctool")
 THOUGHT = re.compile(r"think|thought|channel", re.I)
-FOLLOWS = Part(0, "user", "mk999a", "mk999a")
 REAL = "real"
 CALLS = {kind for kind in KINDS if re.search(r"call|argument|ids|result|tools", kind)} | {"last only", "everything"}
 THOUGHTS = {kind for kind in KINDS if re.search(r"reason|think", kind)}
@@ -164,9 +163,13 @@ class Subject:
             return None, f"the template fails: {error}"
         if lacks := missing(complete, marked):
             return complete, f"the template omits {', '.join(dict.fromkeys(lacks))}"
-        turns = marked.chat.turns
-        more = replace(marked.chat, turns=[*turns, {"role": "user", "content": FOLLOWS.first}])
-        longer = MarkedChat(more, marked.supervise, [*marked.parts, replace(FOLLOWS, owner=len(turns))])
+        # A turn of the user follows, and empty results get a marker, to show where the template ends an answer.
+        turns, parts = [*marked.chat.turns, {"role": "user", "content": ""}], [*marked.parts]
+        for i, turn in enumerate(turns):
+            if turn["role"] in ("user", "tool") and not turn["content"]:
+                turns[i] = turn | {"content": f"mk{900 + i}a"}
+                parts.append(Part(i, turn["role"], f"mk{900 + i}a", f"mk{900 + i}a"))
+        longer = MarkedChat(replace(marked.chat, turns=turns), marked.supervise, parts)
         try:
             followed = self.render(longer)
         except Exception:
