@@ -23,7 +23,7 @@ SAMPLE = [file for number, file in enumerate(listed()) if number % 16 == 0 or te
 
 @pytest.fixture(scope="module")
 def chatml() -> Subject:
-    return Subject(CHATML, None, END)
+    return Subject(CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", ""), None, END)
 
 
 @pytest.mark.parametrize("kind", KINDS)
