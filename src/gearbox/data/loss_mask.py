@@ -162,7 +162,11 @@ class ChatTokenizer:
             end = max(end, len(rendering.text[: marked[1]].rstrip()))
         _check_alone(rendering, turn, (first, end))
         for call in rendering.chat.turns[turn].get("tool_calls", ()):
-            if (name := call["function"]["name"]) not in rendering.dyed[first:end]:
+            # Some templates print the name only in the head of the result, which is another turn.
+            own = rendering.dyed[first:end]
+            if turn not in rendering.edges:
+                own = own.partition(self.tokenizer.eos_token or STAND_IN)[0]
+            if (name := call["function"]["name"]) not in own:
                 raise InvalidRecord(f"turn {turn + 1} (assistant): {LEFT_OUT} its call of {name!r}; {OTHER_TEMPLATE}")
         return first, end
 
@@ -176,13 +180,19 @@ class ChatTokenizer:
             self.asks[about] = asked != self._gap(rendering, "quiet", turn)[0]
         if not self.asks[about]:
             plain, _ = self._gap(rendering, "plain", turn)
-            head = plain if ROLE.search(plain[self._common_prefix(asked, plain) :]) else asked
-            return at + self._common_prefix(head, rest)
+            if ROLE.search(plain[self._common_prefix(asked, plain) :]) or not self._common_prefix(asked, rest):
+                return at + self._common_prefix(plain, rest)
+            return at + max(self._common_prefix(asked, rest), _after(asked, rest))
         if not self.supplied and rest.startswith(asked.rstrip()):
             return at + self._common_prefix(asked, rest)
+        if not self.supplied and (length := _after(asked, rest)):
+            return at + length
         head = self._role_head(rendering, turn, asked)
-        found = rest.find(head) if head else -1
-        return at + (found + len(head) if found >= 0 else self._common_prefix(asked, rest))
+        found = (rest.rfind if turn in rendering.edges else rest.find)(head) if head else -1
+        length = found + len(head) if found >= 0 else self._common_prefix(asked, rest)
+        if turn in rendering.edges and ROLE.search(rest[length:]):
+            length = self._common_prefix(self._gap(rendering, "plain", turn)[0], rest)
+        return at + length
 
     def _role_head(self, rendering: Rendering, turn: int, asked: str) -> str:
         """Return the part of a generation prompt that every answer has. It contains no reasoning."""
@@ -231,12 +241,15 @@ class ChatTokenizer:
         closing = tail[own:length]
         if self.at_end[0].search(closing):
             return place + length
+        if found := self.special.search(tail, own, length):
+            return place + found.end()
         calls = rendering.chat.turns[turn].get("tool_calls")
-        if found := self.next_special.match(tail, length) or (calls and self.special.search(tail, length)):
+        found = self.next_special.match(tail, length) or (self.special.search(tail, length) if calls else None)
+        if found and not (calls and re.match(OPENING, found[0].strip())):
             return place + found.end()
         rest = tail[length:].rstrip()
         found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
-        if is_last and found and (not rest or calls):
+        if is_last and found and not re.match(OPENING, found[0].strip()) and (not rest or calls):
             begin = len(other[: found.end()].removesuffix(found[0].strip()).rstrip())
             rendering.append(place + length + len(rest), other[begin : found.end()])
             return len(rendering.text)
@@ -298,6 +311,12 @@ class ChatTokenizer:
                     if mark.start() < length < mark.end():
                         length = mark.start()
         return length
+
+
+def _after(prompt: str, text: str) -> int:
+    """Return where the text continues after a prompt that it begins with, except for spaces, or 0."""
+    found = re.match(r"\s*".join(map(re.escape, "".join(prompt.split()))), text.lstrip())
+    return found.end() + len(text) - len(text.lstrip()) if found else 0
 
 
 def _last_dyed(dyed: str, stop: int) -> int:
