@@ -143,3 +143,30 @@ def test_a_file_is_fetched_only_if_it_is_the_listed_one(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="is not the file that"):
             template_files.fetch(file._replace(sha256="0"), read)
     assert urls[0] == "https://raw.githubusercontent.com/me/it/0a1b/a.jinja" and present() == []
+
+
+CHAT = "{% for m in messages %}MARK{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}ASK{% endif %}"
+HEADS = {
+    "other spaces": ("<|im_start|>{{ m.role }}\n", "   <|im_start|>assistant\n\n"),
+    "other letters": ("### {{ m.role }}: ", "### Assistant: "),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_prompt_that_the_text_does_not_repeat(name):
+    mark_of, ask = HEADS[name]
+    subject = Subject(CHAT.replace("MARK", mark_of).replace("ASK", ask), None, END)
+    for kind in ("one turn", "several turns", "consecutive users"):
+        assert subject.verdict(KINDS[kind]).result == EXACT, kind
+
+
+CALLS = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}
+{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}
+{% if not m.tool_calls %}<|im_end|>{% endif %}{% endfor %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
+def test_the_mark_that_opens_a_result_does_not_end_a_call():
+    subject = Subject(CALLS, None, END)
+    verdict = subject.verdict(KINDS["call"])
+    assert (verdict.result, verdict.why) == (REFUSED, "the template writes no mark at which generation stops")

@@ -245,11 +245,11 @@ class ChatTokenizer:
             return place + found.end()
         calls = rendering.chat.turns[turn].get("tool_calls")
         found = self.next_special.match(tail, length) or (self.special.search(tail, length) if calls else None)
-        if found and not (calls and re.match(OPENING, found[0].strip())):
+        if found and _may_end(found[0], calls):
             return place + found.end()
         rest = tail[length:].rstrip()
         found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
-        if is_last and found and not re.match(OPENING, found[0].strip()) and (not rest or calls):
+        if is_last and found and _may_end(found[0], calls) and (not rest or calls):
             begin = len(other[: found.end()].removesuffix(found[0].strip()).rstrip())
             rendering.append(place + length + len(rest), other[begin : found.end()])
             return len(rendering.text)
@@ -311,6 +311,11 @@ class ChatTokenizer:
                     if mark.start() < length < mark.end():
                         length = mark.start()
         return length
+
+
+def _may_end(token: str, calls: object) -> bool:
+    """Return False for a token that opens the turn after a call: generation does not stop there."""
+    return not calls or not re.match(OPENING, token.strip())
 
 
 def _after(prompt: str, text: str) -> int:
