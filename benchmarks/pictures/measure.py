@@ -19,7 +19,7 @@ from gearbox import ROOT
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import gear_names, gear_path, load_gear
 from gearbox.config.loader import load_recipe
-from gearbox.data import corpus, sampler, splits
+from gearbox.data import batches, corpus, splits
 from gearbox.data.batches import PackedRows
 from gearbox.distributed import engine
 from gearbox.model import loading
@@ -152,7 +152,7 @@ def packing(folder: Path, patch: pytest.MonkeyPatch) -> records.Record:
     number = most_varied_row(rows)
     batch = rows.batch([number])
     chunks = rows.row(number).tolist()
-    order = sampler.make_sampler(recipe, rows)
+    order = batches.make_sampler(recipe, rows)
     step = next(step for step in range(len(rows)) if number in order.rows_of_step(step))
     return {
         "recipe": RECIPE,

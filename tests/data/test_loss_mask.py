@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from gearbox import ROOT
-from gearbox.data import loss_mask, row_formats
+from gearbox.data import chat_rendering, row_formats
 from gearbox.data.loss_mask import ChatTokenizer
 from gearbox.data.row_formats import FieldNames, InvalidRecord
 from gearbox.errors import UserError
@@ -709,4 +709,4 @@ def test_the_trained_text_of_random_chats(make, name):
 
 def test_the_common_prefix_is_the_longest():
     pairs = {("", "a"): 0, ("abc", "abd"): 2, ("ab", "abc"): 2, ("x", "y"): 0, ("é", "é"): 1}
-    assert {pair: loss_mask._common_prefix(*pair) for pair in pairs} == pairs
+    assert {pair: chat_rendering.common_prefix(*pair) for pair in pairs} == pairs

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from markupsafe import escape
@@ -126,23 +126,19 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template, has_markers = self._template(bool(tools))
-        options = {"add_generation_prompt": ask, "return_assistant_tokens_mask": has_markers}
+        options: dict[str, Any] = {"add_generation_prompt": ask, "return_assistant_tokens_mask": has_markers}
+        options |= {"tools": tools, "chat_template": template, **self.special_tokens}
         try:
-            try:
-                texts, marked = render_jinja_template(
-                    chats, tools=tools, chat_template=template, **options, **self.special_tokens
-                )
-            except TypeError:  # DeepSeek's templates join the arguments of a call to a text
-                texts, marked = render_jinja_template(
-                    [_with_arguments_as_text(turns) for turns in chats],
-                    tools=tools,
-                    chat_template=template,
-                    **options,
-                    **self.special_tokens,
-                )
+            texts, marked = render_jinja_template(chats, **options)
         except Exception as error:  # a template is third-party code that can raise anything
-            message = one_line(error)
-            raise InvalidRecord(f"the chat template rejects this chat: {message or type(error).__name__}") from None
+            try:
+                if not isinstance(error, TypeError):
+                    raise
+                # DeepSeek's templates join the arguments of a call to a text.
+                texts, marked = render_jinja_template([_with_arguments_as_text(turns) for turns in chats], **options)
+            except Exception:
+                message = one_line(error) or type(error).__name__
+                raise InvalidRecord(f"the chat template rejects this chat: {message}") from None
         return texts, list(map(tuple, marked[0])) if has_markers else None
 
     def apply_dyed(self, turns: list[Turn], tools: list[JsonObject] | None, ask: bool = False) -> str:
@@ -389,3 +385,15 @@ def check_nothing_missing(rendering: Rendering) -> None:
         part = {"content": "its content or a part of it", "reasoning_content": "its reasoning_content"}.get(field)
         part = part or f"its call of {turn['tool_calls'][0]['function']['name']!r}"
         raise InvalidRecord(f"turn {i + 1} ({turn['role']}): {LEFT_OUT} {part}; {OTHER_TEMPLATE}")
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Return the length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -28,6 +28,7 @@ from gearbox.data.chat_rendering import (
     Span,
     check_nothing_missing,
     check_tools,
+    common_prefix,
 )
 from gearbox.data.row_formats import Chat, InvalidRecord, Turn
 from gearbox.errors import UserError
@@ -238,20 +239,12 @@ class ChatTokenizer:
         length = own + len(self.next_head.sub("", tail[own : self._common_prefix(tail, other)]).rstrip())
         if eos in tail[own:length]:
             length = tail.index(eos, own) + len(eos)
-        closing = tail[own:length]
-        if self.at_end[0].search(closing):
-            return place + length
-        if found := self.special.search(tail, own, length):
-            return place + found.end()
-        calls = rendering.chat.turns[turn].get("tool_calls")
-        found = self.next_special.match(tail, length) or (self.special.search(tail, length) if calls else None)
-        if found and _may_end(found[0], calls):
-            return place + found.end()
-        rest = tail[length:].rstrip()
-        found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
-        if is_last and found and _may_end(found[0], calls) and (not rest or calls):
-            begin = len(other[: found.end()].removesuffix(found[0].strip()).rstrip())
-            rendering.append(place + length + len(rest), other[begin : found.end()])
+        calls = bool(rendering.chat.turns[turn].get("tool_calls"))
+        if (written := self._written_end(tail, own, length, calls)) is not None:
+            return place + written
+        closing, rest = tail[own:length], tail[length:].rstrip()
+        if is_last and (missing := self._missing_end(other, length, rest, calls)):
+            rendering.append(place + length + len(rest), missing)
             return len(rendering.text)
         if self.at_end[1].search(closing):
             return place + length
@@ -262,6 +255,23 @@ class ChatTokenizer:
             f"turn {turn + 1} (assistant): the chat template ends it with {closing[-40:]!r}, which is no token; use "
             "model.add_tokens or data.supervise=last"
         )
+
+    def _written_end(self, tail: str, own: int, length: int, calls: bool) -> int | None:
+        """Return the end of the token in the tail that ends an answer, or None. What closes it is tail[own:length]."""
+        if self.at_end[0].search(tail[own:length]):
+            return length
+        if found := self.special.search(tail, own, length):
+            return found.end()
+        found = self.next_special.match(tail, length) or (self.special.search(tail, length) if calls else None)
+        return found.end() if found and _may_end(found[0], calls) else None
+
+    def _missing_end(self, other: str, length: int, rest: str, calls: bool) -> str:
+        """Return the end that the template writes only if another turn follows, or "". `other` is that tail."""
+        found = self.next_special.match(other, length) or (self.special.search(other, length) if rest else None)
+        if not found or not _may_end(found[0], calls) or (rest and not calls):
+            return ""
+        begin = len(other[: found.end()].removesuffix(found[0].strip()).rstrip())
+        return other[begin : found.end()]
 
     def _other_tail(self, rendering: Rendering, turn: int, is_last: bool) -> str:
         """Return what the template writes after an answer if it is the last turn, or if it is not the last."""
@@ -302,7 +312,7 @@ class ChatTokenizer:
 
     def _common_prefix(self, a: str, b: str) -> int:
         """Return the length of the longest common prefix that does not end inside a mark."""
-        length = _common_prefix(a, b)
+        length = common_prefix(a, b)
         if length == len(a):
             return length
         for text in (a, b):
@@ -313,7 +323,7 @@ class ChatTokenizer:
         return length
 
 
-def _may_end(token: str, calls: object) -> bool:
+def _may_end(token: str, calls: bool) -> bool:
     """Return False for a token that opens the turn after a call: generation does not stop there."""
     return not calls or not re.match(OPENING, token.strip())
 
@@ -383,15 +393,3 @@ def _tokens_of(encoding: Encoding, span: Span, text: str) -> tuple[int, int] | N
             return None
         edges.append(token)
     return edges[0], edges[1]
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """Return the length of the longest common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
