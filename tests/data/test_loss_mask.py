@@ -417,7 +417,7 @@ def test_a_token_with_text_of_the_next_turn_is_refused():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = [*"▁abUq:", "ab", "bU"]
+    letters = [*"▁abUq:", "ab", "bU"]  # codespell:ignore
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(letters)}, [("b", "U")]))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     core.decoder = decoders.Metaspace(prepend_scheme="always")
