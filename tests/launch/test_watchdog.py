@@ -137,10 +137,10 @@ def test_a_rank_that_is_stopped(train, monkeypatch):
 def test_a_rank_that_is_late(train, monkeypatch):
     usual = batches.make_step_batch
 
-    def sleeping(rows, row_ids, shard, *rest):
-        if shard[0] == 1 and TrainState.now == 3:
+    def sleeping(rows, row_ids, rank, *rest):
+        if rank == 1 and TrainState.now == 3:
             time.sleep(60)
-        return usual(rows, row_ids, shard, *rest)
+        return usual(rows, row_ids, rank, *rest)
 
     count_steps(monkeypatch)
     monkeypatch.setattr(batches, "make_step_batch", sleeping)

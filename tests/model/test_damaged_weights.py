@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gearbox.distributed import verification
+from gearbox.distributed.sharded_state import Zero3Shard
 from support.methods import two_models
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -59,3 +61,18 @@ def test_damaged_weights(train, folder, tmp_path, gear, ranks, damage):
     assert said in outcome.output
     assert set(outcome.codes) == {2}, outcome.output
     assert "Traceback" not in outcome.output
+
+
+def test_the_padding_of_a_partition_is_not_checked(train, monkeypatch):
+    """DeepSpeed does not initialize it; here it is NaN, as it is now and then by chance."""
+    usual = verification.check_finite
+
+    def with_damaged_padding(model, world):
+        for parameter in model.parameters():
+            numel = Zero3Shard("", parameter).own_range()[1]
+            parameter.ds_tensor.data[numel:] = torch.nan
+        usual(model, world)
+
+    monkeypatch.setattr(verification, "check_finite", with_damaged_padding)
+    outcome = train("zero3", "train.steps=1", ranks=3)
+    assert set(outcome.codes) == {0}, outcome.output

@@ -289,10 +289,10 @@ def prepare(
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
         # accelerate 1.15's prepare() would first import a name that transformers 5.23 no longer has.
-        with _for_fsdp(model):
+        with _for_fsdp(model, accelerator.device):
             model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
     elif gear.engine == "fsdp":
-        with _for_fsdp(model):
+        with _for_fsdp(model, accelerator.device):
             model, optimizer = accelerator.prepare(model, optimizer)
     else:
         try:
@@ -311,7 +311,7 @@ def prepare(
 
 
 @contextmanager
-def _for_fsdp(model: nn.Module) -> Iterator[None]:
+def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Prepare a model for accelerate's FSDP2, which fails on persistent buffers and on layers that are not there.
 
     The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
@@ -325,7 +325,9 @@ def _for_fsdp(model: nn.Module) -> Iterator[None]:
         causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
     for name, buffer in sharded_state.persistent_buffers(model):
-        torch.distributed.broadcast(buffer, 0)
+        sent = buffer.to(device)  # NCCL sends only what is on a GPU
+        torch.distributed.broadcast(sent, 0)
+        buffer.copy_(sent)
         parent, _, own_name = name.rpartition(".")
         held_back.append((model.get_submodule(parent), own_name))
     for module, name in held_back:

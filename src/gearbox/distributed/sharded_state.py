@@ -173,7 +173,7 @@ class Zero3Shard(_ZeroShard):
         """Return this rank's range of the master."""
         from deepspeed.utils import safe_get_local_fp32_param
 
-        start, numel = self._range()
+        start, numel = self.own_range()
         return TensorShard("parameter", self.name, start, safe_get_local_fp32_param(self.parameter)[:numel])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ class Zero3Shard(_ZeroShard):
         from deepspeed.utils import safe_get_local_optimizer_state
 
         kinds = next((state.keys() for state in optimizer.state.values()), ())
-        numel = self._range()[1]
+        numel = self.own_range()[1]
         state = {kind: safe_get_local_optimizer_state(self.parameter, kind)[:numel] for kind in kinds if kind != "step"}
         return _tensors(state)
 
@@ -197,7 +197,7 @@ class Zero3Shard(_ZeroShard):
         else:
             safe_set_local_optimizer_state(self.parameter, padded, shard.kind)
 
-    def _range(self) -> tuple[int, int]:
+    def own_range(self) -> tuple[int, int]:
         """Return the first element and the length of this rank's range, without the padding."""
         size = self.parameter.partition_numel()
         start = size * torch.distributed.get_rank(self.parameter.ds_process_group)

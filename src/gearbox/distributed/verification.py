@@ -19,7 +19,7 @@ from gearbox.config.gear import Gear
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
-from gearbox.distributed.sharded_state import shard_of
+from gearbox.distributed.sharded_state import Zero3Shard, shard_of
 from gearbox.errors import UserError
 from gearbox.world import World
 
@@ -249,8 +249,10 @@ def check_finite(model: nn.Module, world: World) -> None:
     odd = None
     for name, parameter in model.named_parameters():
         is_packed = hasattr(model.get_submodule(name.rpartition(".")[0]), "quant_state")
-        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ds_tensor: partitioned by ZeRO-3
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
+        shard, local = shard_of(name, parameter), parameter.detach()
+        if isinstance(shard, Zero3Shard):  # DeepSpeed leaves the padding after the range uninitialized
+            local = shard.parameter.ds_tensor.detach()[: shard.own_range()[1]]
+        local = local.to_local() if isinstance(local, DTensor) else local
         if not is_packed and local.is_floating_point() and not bool(torch.isfinite(local).all()):
             odd = name
             break
