@@ -38,7 +38,7 @@ def test_a_broken_family_is_noticed(monkeypatch, keeper):
     """Train the rows of rank 0 on every rank, and then no rows."""
     usual = batches.make_step_batch
     for broken, expected in (
-        (lambda rows, ids, shard, micro_rows: usual(rows, ids, (0, shard[1]), micro_rows), "differs"),
+        (lambda rows, ids, rank, plan: usual(rows, ids, 0, plan), "differs"),
         (lambda *_: None, "fails"),
     ):
         monkeypatch.setattr(batches, "make_step_batch", broken)
