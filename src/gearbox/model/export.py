@@ -71,13 +71,13 @@ def _towers(model: PreTrainedModel, trained: Collection[str], source: str) -> di
     tied = dict.fromkeys(model._tied_weights_keys or (), torch.empty(0))
     text = {*trained, *revert_weight_conversion(model, tied)}
     towers: dict[str, torch.Tensor] = {}
-    for path in weight_files(source, model.config):
+    for path in _weight_files(source, model.config):
         with safe_open(path, "pt") as file:
             towers |= {name: file.get_tensor(name) for name in set(file.keys()) - text}
     return towers
 
 
-def weight_files(source: str, config: PretrainedConfig) -> list[Path]:
+def _weight_files(source: str, config: PretrainedConfig) -> list[Path]:
     """Return the weight files of a folder, or of a Hub model that has been loaded with this config."""
     folder = Path(source)
     if not folder.is_dir():

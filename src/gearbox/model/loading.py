@@ -185,6 +185,11 @@ def load(
     return model
 
 
+def _loader(config: PretrainedConfig) -> Any:  # noqa: ANN401  classes with from_pretrained, and no common base
+    """Return the class whose from_pretrained loads the model without its towers. It may be of remote code."""
+    return text_class(config) if is_composite(config) else AutoModelForCausalLM
+
+
 def _load_weights(
     config: PretrainedConfig,
     model: Model,
@@ -193,7 +198,7 @@ def _load_weights(
     stage: pipeline_stages.Stage | None,
 ) -> PreTrainedModel:
     """Load the model at `source` without its towers, or one stage of it, with from_pretrained and these options."""
-    loader = text_class(config) if is_composite(config) else AutoModelForCausalLM
+    loader = _loader(config)
     if stage is not None:
         loader = pipeline_stages.stage_class(config, stage)
     if model.quantize and model_class(config):  # a pipeline stage cannot know which layer is the head
@@ -310,7 +315,7 @@ def check_weights(source: str, model: Model) -> None:
     options = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
     try:
         config = architecture(source, model)
-        loader = text_class(config) if is_composite(config) else AutoModelForCausalLM
+        loader = _loader(config)
         _, found = loader.from_pretrained(source, **hub_options(model), **options, ignore_mismatched_sizes=True)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise explain_load_error(source, error) from None
