@@ -7,8 +7,8 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults matrix zoo templates cells commands cluster slurm-test image \
-	image-test bench pictures schema smollm2 lock clean
+.PHONY: help setup packages train quick test lint faults attacks matrix zoo templates cells commands cluster slurm-test \
+	image image-test bench pictures schema smollm2 lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ lint: $(STAMP)  ## fix style and spelling; check types, Dockerfile and shell scr
 faults: $(STAMP)  ## inject every fault into real runs (20 min; needs root and strace; resumes if stopped)
 	$(BIN)/python tests/support/battery.py
 
+attacks: $(STAMP)  ## use hundreds of damaged and made-up files, and write their table to docs/reliability.md (5 min)
+	$(BIN)/python tests/support/attacks.py
+
 matrix: $(STAMP)  ## run every method under every gear, and write docs/matrix.md (15 min)
 	$(BIN)/python tests/support/matrix.py
 
@@ -55,7 +58,7 @@ templates: $(STAMP)  ## encode chats with public templates, and write the table 
 	$(BIN)/python tests/support/template_files.py
 	$(BIN)/python tests/support/templates.py
 
-cells: $(STAMP)  ## check docs/matrix.md and docs/models.md: the matrix's diagonal, and a daily sample of the rest
+cells: $(STAMP)  ## check docs/matrix.md and docs/models.md by a daily sample, and make other attacks each day
 	$(BIN)/pytest -m cells
 
 cluster: $(STAMP)  ## train on two hosts that lose their connection (20 min; needs root)
