@@ -24,6 +24,7 @@ from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, supervisor
 from gearbox.launch.topology import node_from_flags
+from gearbox.training import resume
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +38,9 @@ def main(arguments: list[str]) -> int:
     flags, node = node_from_flags(launcher_flags(arguments[1:]))
     recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("--")])
     gear, recipe = load_both(path, flags, recipe_path, overrides)
-    Job.of(recipe_path, recipe, gear)
+    job = Job.of(recipe_path, recipe, gear)
+    if node is None:
+        resume.check_early(job)
     if node is not None and gear.num_processes % node.num_machines:
         raise UserError(f"--num_processes={gear.num_processes}: must be divisible by the {node.num_machines} machines")
 

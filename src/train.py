@@ -12,12 +12,14 @@ from gearbox.config.gear import Gear
 from gearbox.launch import cli
 from gearbox.launch.launched_gear import read_job
 from gearbox.launch.watchdog import Watchdog
+from gearbox.training import resume
 
 
 def main(arguments: list[str], gear: Gear | None = None) -> int:
     """Train the recipe named by the arguments. Return the exit code."""
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
     job = read_job(arguments, gear)  # reports mistakes in the files within half a second
+    resume.check_early(job)
 
     # These imports load torch, so they come after the checks.
     from gearbox.training import evaluation, finish, loop, run_folder, session

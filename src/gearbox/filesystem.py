@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -96,6 +97,16 @@ def retry_transient(work: Callable[[], Result]) -> Result:
                 raise
         time.sleep(seconds)
     return work()
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read it. Raise OSError for a link, a folder, a pipe or a device; reading might never return."""
+    if stat.S_ISREG(path.lstat().st_mode):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "rb")
+        os.close(handle)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:

@@ -85,5 +85,5 @@ def test_invalid_manifests(tmp_path, text):
 def test_a_manifest_as_large_as_a_disk_is_not_read(tmp_path):
     folder = make(tmp_path)
     os.truncate(folder / "manifest.json", 2**40)  # sparse
-    with pytest.raises(CorruptCheckpoint, match=r"above the 67,108,864 limit"):
+    with pytest.raises(CorruptCheckpoint, match=r"above the 41,943,040 limit"):
         check(folder)

@@ -14,7 +14,7 @@ from gearbox.config.loader import load_recipe, recipe_for_manifest
 from gearbox.config.recipe import Optim, Recipe, Schedule, recipe_keys
 from gearbox.errors import UserError
 from gearbox.model.optimizer import learning_rate
-from gearbox.training import run_folder
+from gearbox.training import resume
 
 TINY = ROOT / "recipes" / "tiny.yaml"
 OLD = "schedule.warmup_steps"
@@ -185,12 +185,12 @@ def old_manifest(recipe: Recipe, warmup_steps: int) -> dict:
 def test_old_manifests_are_resumed_and_differences_use_the_new_key():
     recipe = load_recipe(TINY, ["schedule.warmup=50"])
     saved = old_manifest(recipe, 50)
-    assert run_folder._differences(saved, recipe) == []
+    assert resume.differences(saved, recipe) == []
     assert saved["schedule"] == {"name": "cosine", "warmup_steps": 50}, "the saved recipe was changed"
-    assert run_folder._differences(saved, load_recipe(TINY, ["schedule.warmup=7%"])) == [
+    assert resume.differences(saved, load_recipe(TINY, ["schedule.warmup=7%"])) == [
         "schedule.warmup changed from 50 to '7%'"
     ]
-    assert run_folder._differences(saved, load_recipe(TINY, [f"{OLD}=49"])) == ["schedule.warmup changed from 50 to 49"]
+    assert resume.differences(saved, load_recipe(TINY, [f"{OLD}=49"])) == ["schedule.warmup changed from 50 to 49"]
 
 
 def test_auto_takes_the_folder_of_an_unfinished_old_run(tmp_path):
@@ -198,23 +198,23 @@ def test_auto_takes_the_folder_of_an_unfinished_old_run(tmp_path):
     (tmp_path / "status.json").write_text('{"outcome": "running"}')
     for warmup, is_same in ((50, True), (49, False)):
         (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(old_manifest(recipe, warmup), sort_keys=False))
-        assert run_folder._is_to_continue(tmp_path, recipe, is_restart=False) == is_same
+        assert resume.is_to_continue(tmp_path, recipe, is_restart=False) == is_same
 
 
 @pytest.mark.parametrize("warmup", [0, 50])
 def test_older_code_resumes_manifests_with_a_count(warmup):
     recipe = load_recipe(TINY, [f"schedule.warmup={warmup}"])
-    there, here = run_folder._flat(recipe_for_manifest(recipe)), run_folder._flat(old_manifest(recipe, warmup))
+    there, here = resume._flat(recipe_for_manifest(recipe)), resume._flat(old_manifest(recipe, warmup))
     assert there == here
     assert set(there) == {OLD if key == "schedule.warmup" else key for key in recipe_keys()}
-    assert run_folder._differences(recipe_for_manifest(recipe), recipe) == []
+    assert resume.differences(recipe_for_manifest(recipe), recipe) == []
 
 
 def test_manifests_with_a_share_have_the_new_key():
     recipe = load_recipe(TINY, ["schedule.warmup=7%"])
     assert recipe_for_manifest(recipe) == recipe.model_dump(mode="json")
-    assert run_folder._differences(recipe_for_manifest(recipe), recipe) == []
-    assert run_folder._differences(recipe_for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
+    assert resume.differences(recipe_for_manifest(recipe), recipe) == []
+    assert resume.differences(recipe_for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
         "schedule.warmup changed from '7%' to 50"
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from gearbox.checkpoint import folders, manifest
 from gearbox.checkpoint.folders import list_checkpoints
-from gearbox.training import run_folder
+from gearbox.training import resume, run_folder
 from support.checkpoints import flip
 from support.faults import patch_step
 
@@ -140,11 +140,9 @@ def test_other_sample_questions_than_before(train):
 
 
 def test_the_folders_of_a_series_of_runs(tmp_path):
-    from gearbox.training import run_folder
-
     for name in ("r", "r-3", "r-10", "r-x", "rest", "r-2-3"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in run_folder._series(tmp_path, "r")] == ["r", "r-3", "r-10"]
+    assert [path.name for path in resume.series(tmp_path, "r")] == ["r", "r-3", "r-10"]
     assert run_folder._create_folder(tmp_path, "r").name == "r-11"
     assert [run_folder._create_folder(tmp_path, "new").name for _ in range(3)] == ["new", "new-2", "new-3"]
 
@@ -215,8 +213,6 @@ def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(train):
 
 def test_two_runs_do_not_share_a_folder(train, tmp_path, monkeypatch):
     """The second run starts while the first is inside a step."""
-    from gearbox.training import run_folder
-
     second = []
     go = tmp_path / "go"
 

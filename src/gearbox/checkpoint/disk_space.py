@@ -45,7 +45,7 @@ def plan_checkpoints(folder: Path, save: Save, num_bytes: int) -> DiskPlan:
     The disk holds the checkpoints to keep, the best one, and one more that is written before the oldest is deleted.
     """
     num_kept = save.keep + 2
-    there = sum(path.stat().st_size for path in folder.glob("step-*/*"))
+    there = sum(path.lstat().st_size for path in folder.glob("step-*/*"))
     need, free = num_kept * num_bytes - there, free_bytes(folder)
     if save.every and need > free:
         raise UserError(

@@ -19,6 +19,7 @@ from gearbox.checkpoint.manifest import (
     Manifest,
     read_manifest,
     render_manifest,
+    verify_sizes,
 )
 from gearbox.redact import redacted
 
@@ -26,7 +27,7 @@ from gearbox.redact import redacted
 def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
     """Commit shards that are on disk: write the manifest, then rename `aside` to `folder` unless they are the same."""
     if aside == folder:
-        (folder / MANIFEST).unlink(missing_ok=True)  # of a corrupt checkpoint of the same step
+        _delete_manifest(folder)  # of a corrupt checkpoint of the same step
     with (aside / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(render_manifest(redacted(manifest.to_json())))
         filesystem.sync(file)
@@ -37,7 +38,7 @@ def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
                 with suppress(OSError):
                     path.unlink()
         return
-    if folder.exists():  # a corrupt checkpoint of the same step, which was skipped
+    if os.path.lexists(folder):  # a corrupt checkpoint of the same step, which was skipped
         delete_checkpoint(folder)
     aside.rename(folder)
     filesystem.sync_folder(folder.parent)
@@ -55,9 +56,17 @@ def delete_checkpoint(folder: Path, renames: bool = True) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder, its manifest first."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+    """Delete a folder, its manifest first. Of a link, delete only the link."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+        return
+    _delete_manifest(folder)
     shutil.rmtree(folder, ignore_errors=True)  # a later start deletes leftovers
+
+
+def _delete_manifest(folder: Path) -> None:
+    with suppress(FileNotFoundError, IsADirectoryError):  # a folder of that name makes no checkpoint
+        (folder / MANIFEST).unlink()
 
 
 def delete_unfinished(parent: Path) -> list[Path]:
@@ -79,7 +88,9 @@ def prune(parent: Path, keep: int, renames: bool = True) -> None:
     complete: dict[int, float | None] = {}
     for step, folder in list_checkpoints(parent):
         try:
-            complete[step] = read_manifest(folder).eval_loss
+            manifest = read_manifest(folder)
+            verify_sizes(folder, manifest.files)
+            complete[step] = manifest.eval_loss
         except CorruptCheckpoint:
             continue
     kept = set(sorted(complete)[-keep:])
@@ -97,7 +108,7 @@ def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def _folders(parent: Path) -> list[tuple[int, Path]]:
-    found = [(STEP.fullmatch(path.name), path) for path in parent.glob("step-*")]
+    found = [(STEP.fullmatch(path.name), path) for path in parent.glob("step-*") if path.is_dir()]
     return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
 
@@ -106,7 +117,7 @@ def _is_unfinished(folder: Path) -> bool:
     try:
         if any(SHARD.fullmatch(path.name) and path.name.count("-") == 1 for path in folder.iterdir()):
             return False
-        with (folder / MANIFEST).open("rb") as file:
+        with filesystem.open_regular(folder / MANIFEST) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - len(MANIFEST_END)))
             return file.read() != MANIFEST_END
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gearbox.checkpoint.manifest import CorruptCheckpoint, Manifest
+from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest
+from gearbox.errors import one_line
 
 DTYPES = {
     torch.float64: "F64",
@@ -26,6 +28,11 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+WEIGHT_DTYPES = [name for dtype, name in DTYPES.items() if dtype.is_floating_point]
+KEY = re.compile(r"([^|]+)\|([^|]+)\|([0-9]{1,18}(?:,[0-9]{1,18}){0,15})")
+MOMENTS = {"exp_avg", "exp_avg_sq"}  # torch's AdamW needs both
 
 Scalar = float | dict[str, float]
 """A number in the optimizer state. A tensor without dimensions is stored as {dtype: number}."""
@@ -48,7 +55,7 @@ def scalars_from_json(saved: Mapping[str, Scalar]) -> dict[str, float | torch.Te
     for kind, value in saved.items():
         if isinstance(value, dict):
             ((dtype, number),) = value.items()
-            state[kind] = torch.tensor(number, dtype=getattr(torch, dtype))
+            state[kind] = torch.tensor(number, dtype=NAMED_DTYPES[dtype])
         else:
             state[kind] = value
     return state
@@ -80,32 +87,72 @@ class _SavedShard(NamedTuple):
     """One number for a range of the flattened tensor, or one per dimension for a block."""
     file: str
     key: str
+    shape: tuple[int, ...]
 
 
 class ShardReader:
     """A reader for any part of any tensor in a verified checkpoint, whichever ranks wrote it."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Open all files of a checkpoint. Raise CorruptCheckpoint if a file is not a shard."""
+        """Open all files of a checkpoint. Raise CorruptCheckpoint if a file is not a shard or contradicts the others.
+
+        This checks names, shapes and types. It reads no tensor.
+        """
         self.folder = folder
         self.shapes: dict[str, list[int]] = manifest.parameters
         self.scalars: dict[str, dict[str, Scalar]] = manifest.scalars
         self._shards: dict[tuple[str, str], list[_SavedShard]] = defaultdict(list)
+        self._kinds: dict[str, set[str]] = defaultdict(set)
         self._files: dict[str, Any] = {}
         for file in manifest.files:
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
                 for key in self._files[file].keys():  # noqa: SIM118  not a dict
-                    kind, name, start = key.split("|")
-                    self._shards[kind, name].append(_SavedShard(tuple(map(int, start.split(","))), file, key))
+                    self._add(file, key)
             except (SafetensorError, OSError, ValueError) as error:
-                raise CorruptCheckpoint(f"{file}: is not a checkpoint shard: {error}") from None
+                raise CorruptCheckpoint(f"{file}: is not a checkpoint shard: {one_line(error)}") from None
         for shards in self._shards.values():
             shards.sort()
+        for (kind, name), shards in self._shards.items():
+            if name in self.shapes and "@" not in kind:
+                _check_whole(kind, name, self.shapes[name], shards)
+        for kind, name in self._shards:
+            self._kinds[name].add(kind)
+        needs_moments = manifest.recipe.get("optim", {}).get("name") == "adamw"
+        for name in self.shapes:
+            self._check_state(name, needs_moments)
+
+    def _add(self, file: str, key: str) -> None:
+        """Add a tensor of a file. Raise ValueError if it can be no part of a parameter."""
+        found, saved = KEY.fullmatch(key), self._files[file].get_slice(key)
+        if found is None:
+            raise ValueError(f"{key[:200]!r} is not a key of the form kind|parameter|first")
+        kind, name, start = found.groups()
+        if kind != "buffer" and name not in self.shapes:
+            raise ValueError(f"{key[:200]!r} belongs to no parameter of {MANIFEST}")
+        if (dtype := saved.get_dtype()) not in (WEIGHT_DTYPES if kind == "parameter" else DTYPES.values()):
+            raise ValueError(f"{key[:200]!r} has the type {dtype}")
+        shard = _SavedShard(tuple(map(int, start.split(","))), file, key, tuple(saved.get_shape()))
+        if len(shard.offsets) != len(shard.shape):
+            raise ValueError(f"{key[:200]!r} has the shape {list(shard.shape)}")
+        self._shards[kind, name].append(shard)
+
+    def _check_state(self, name: str, needs_moments: bool) -> None:
+        """Raise CorruptCheckpoint if a parameter lacks its weights, or a number or tensor that its optimizer needs."""
+        kinds, numbers = self._kinds[name], self.scalars.get(name, {})
+        if "parameter" not in kinds and 0 not in self.shapes[name]:
+            raise CorruptCheckpoint(f"parameter of {name}: no shard contains it")
+        if odd := sorted({*numbers} & kinds):
+            raise CorruptCheckpoint(f"{odd[0]} of {name}: is both a number and a tensor")
+        if lost := sorted((MOMENTS | {"step"}) - kinds - {*numbers}) if needs_moments and kinds & MOMENTS else []:
+            raise CorruptCheckpoint(f"{lost[0]} of {name}: is missing; the optimizer needs it")
+        for kind, number in numbers.items():
+            if isinstance(number, dict) and not {*number} <= {*NAMED_DTYPES}:
+                raise CorruptCheckpoint(f"{kind} of {name}: has the unknown type {next(iter(number))[:200]}")
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds of tensors saved for a parameter, other than the parameter itself."""
-        return sorted(kind for kind, parameter in self._shards if parameter == name and kind != "parameter")
+        return sorted(self._kinds[name] - {"parameter"})
 
     def read_shard(self, shard: TensorShard) -> torch.Tensor:
         """Return the saved values of a shard, in its shape, on the CPU. The saved sharding may differ."""
@@ -127,9 +174,8 @@ class ShardReader:
             return self._read_blocks(kind, name, start, numel)
         end = math.inf if numel is None else start + numel
         parts, reached = [], start
-        for (first,), file, key in shards:
-            saved = self._files[file].get_slice(key)
-            last = first + saved.get_shape()[0]
+        for (first,), file, key, (length,) in shards:
+            saved, last = self._files[file].get_slice(key), first + length
             if last > reached and first < end:
                 if first > reached:
                     break
@@ -141,20 +187,36 @@ class ShardReader:
 
     def _read_blocks(self, kind: str, name: str, start: int, numel: int | None) -> torch.Tensor:
         """Read a range of a tensor that was saved in blocks, by assembling the rows that contain it."""
-        num_rows, *row_shape = self.shapes[name]
+        full_rows, *row_shape = self.shapes[name]
         row_numel = math.prod(row_shape)
-        end = num_rows * row_numel if numel is None else start + numel
+        end = full_rows * row_numel if numel is None else start + numel
         first, last = start // row_numel, -(-end // row_numel)
-        rows, num_filled = None, 0
-        for (row, *offsets), file, key in self._shards[kind, name]:
-            saved = self._files[file].get_slice(key)
-            top, bottom = max(first, row), min(last, row + saved.get_shape()[0])
+        rows, filled = None, torch.zeros(last - first, *row_shape, dtype=torch.bool)
+        for (row, *offsets), file, key, (num_rows, *_) in self._shards[kind, name]:
+            top, bottom = max(first, row), min(last, row + num_rows)
             if top < bottom:
-                block = saved[top - row : bottom - row]
+                block = self._files[file].get_slice(key)[top - row : bottom - row]
                 rows = torch.empty(last - first, *row_shape, dtype=block.dtype) if rows is None else rows
                 columns = (slice(at, at + size) for at, size in zip(offsets, block.shape[1:], strict=True))
-                rows[(slice(top - first, bottom - first), *columns)] = block
-                num_filled += block.numel()
-        if rows is None or num_filled != rows.numel():
+                place = (slice(top - first, bottom - first), *columns)
+                rows[place], filled[place] = block, True
+        if rows is None or not filled.all():
             raise CorruptCheckpoint(f"{kind} of {name}: no shard contains some of the elements {start:,} to {end:,}")
         return rows.view(-1)[start - first * row_numel : end - first * row_numel]
+
+
+def _check_whole(kind: str, name: str, shape: list[int], shards: list[_SavedShard]) -> None:
+    """Raise CorruptCheckpoint unless the sorted shards of a tensor fill it, and no shard is outside of it."""
+    is_flat = len(shards[0].offsets) == 1
+    full = [math.prod(shape)] if is_flat else shape
+    for shard in shards:
+        ends = [start + length for start, length in zip(shard.offsets, shard.shape, strict=True)]
+        if len(ends) != len(full) or any(end > most for end, most in zip(ends, full, strict=True)):
+            raise CorruptCheckpoint(f"{shard.file}: {shard.key[:200]} is outside of the shape {shape}")
+    if sum(math.prod(shard.shape) for shard in shards) != math.prod(full):
+        raise CorruptCheckpoint(f"{kind} of {name}: its shards do not have the {math.prod(full):,} elements of {shape}")
+    reached = 0
+    for shard in shards if is_flat else ():
+        if shard.offsets[0] != reached:
+            raise CorruptCheckpoint(f"{kind} of {name}: its shards overlap at element {shard.offsets[0]:,}")
+        reached += shard.shape[0]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Count, Number, explain_invalid
 from gearbox.data.batches import StepBatch, chain_hash
 
 RECENT_LOSSES = 32  # a loss is compared with these to find a spike
@@ -35,21 +38,21 @@ class StepResult:
 class TrainState:
     """The progress of a run."""
 
-    step: int = 0
+    step: Count = 0
     """Completed optimizer steps, including skipped ones. It determines learning rate, rows and random numbers."""
     rows_hash: str = ""
     """Running hash of the rows consumed."""
-    tokens: int = 0
-    tokens_supervised: int = 0
-    seconds: float = 0.0
+    tokens: Count = 0
+    tokens_supervised: Count = 0
+    seconds: Number = 0.0
     """Training time, without time lost to interruptions."""
-    num_skipped: int = 0
+    num_skipped: Count = 0
     """Steps with a non-finite loss or gradient. Their rows are consumed; the weights do not change."""
-    num_skipped_in_a_row: int = 0
-    recent_losses: list[float] = field(default_factory=list)
-    evaluated: int = -1
+    num_skipped_in_a_row: Count = 0
+    recent_losses: Annotated[list[Number], Field(max_length=RECENT_LOSSES)] = field(default_factory=list)
+    evaluated: Annotated[int, Field(strict=True, ge=-1)] = -1
     """The last step at which the held-out rows were evaluated."""
-    eval_loss: float | None = None
+    eval_loss: Annotated[float, Field(strict=True)] | None = None
     """Held-out loss at that step."""
     answers_before: dict[str, str] = field(default_factory=dict)
     """Answers to the sample questions before the first step."""
@@ -75,7 +78,10 @@ class TrainState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> TrainState:
-        """Create a state from JSON. Raise TypeError for missing or unknown fields, which another version wrote."""
+        """Create a state from JSON. Raise CorruptCheckpoint for fields of another version and for invalid values."""
         if set(saved) != {one.name for one in fields(cls)}:
-            raise TypeError(f"progress has the fields {sorted(saved)}")
-        return cls(**saved)
+            raise CorruptCheckpoint(f"was written by another version: progress has the fields {sorted(saved)}"[:1000])
+        try:
+            return TypeAdapter(cls).validate_python(saved)
+        except ValidationError as error:
+            raise CorruptCheckpoint(f"{MANIFEST}: is corrupt: progress: {explain_invalid(error)}") from None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -23,24 +22,21 @@ from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, r
 from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
-from gearbox.config.loader import with_new_keys
-from gearbox.config.recipe import RESUME, Recipe
+from gearbox.config.recipe import Recipe
 from gearbox.data.batches import PackedRows
 from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
 from gearbox.redact import redact, redacted
+from gearbox.training import resume
 from gearbox.world import World
 
 LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
 APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
-MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
-MAY_NOT = ("run.rehearse",)
-ADDED_LATER = ("model.dropout",)  # absent from earlier checkpoints; check_dropout compares it
 BY_TOKENS = "tokens:"  # prefix of a rows_key; earlier versions had no prefix
 
 
@@ -170,8 +166,8 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
     run = Run(Path(name), TrainState())
     try:
         _check_all_see(run.folder, world)
-        is_series = recipe.run.resume in RESUME or folders.list_checkpoints(run.checkpoints)
-        _find_checkpoint(run, run.checkpoints if is_series else Path(recipe.run.resume), recipe, world, tell)
+        source = resume.checkpoint_source(recipe, run.folder)
+        _find_checkpoint(run, source, recipe, world, tell)
         for lock in locks:
             _tidy_up(run, recipe, lock, tell)
         yield run
@@ -216,63 +212,28 @@ def versions() -> dict[str, str]:
 
 def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Path, bool, filesystem.Lock]:
     """Return the run's folder, whether it is new, and its lock. A restarting launcher passes `requested`."""
-    parent, resume = Path(recipe.run.dir), recipe.run.resume
+    parent = Path(recipe.run.dir)
     parent.mkdir(parents=True, exist_ok=True)
-    series = _series(parent, name)
     is_restart = LaunchEnvironment.read().restart_count > 0
     if requested is not None:
         return (folder := Path(requested)), False, _lock(folder)
-    if resume == "latest" and not series:
-        raise UserError(f"run.resume: latest, but {parent} contains no run {name!r}")
-    if series and (resume != "never" or is_restart):
-        last = series[-1]
-        if resume == "latest" or _is_to_continue(last, recipe, is_restart):
-            lock = _lock(last)
-            is_done = outcome.read_outcome(last / "status.json").get("outcome") == "done"
-            if resume == "latest" and is_done and not folders.list_checkpoints(last / "checkpoints"):
-                lock.release()
-                raise UserError(
-                    f"run.resume: latest, but {last} is done and has no checkpoint to resume from; use run.resume=never"
-                )
-            if resume == "latest" or _is_to_continue(last, recipe, is_restart):  # the run may have ended meanwhile
+    if last := resume.folder_to_continue(recipe, name, is_restart):
+        lock = _lock(last)
+        try:
+            if resume.is_to_continue(last, recipe, is_restart):  # the run may have ended meanwhile
                 return last, False, lock
+        except UserError:
             lock.release()
+            raise
+        lock.release()
     folder = _create_folder(parent, name)
     return folder, True, _lock(folder)
-
-
-def _series(parent: Path, name: str) -> list[Path]:
-    """Return the existing folders among name, name-2, name-3, ..., sorted by number."""
-    numbers = {folder: folder.name.removeprefix(f"{name}-") for folder in parent.glob(f"{name}-*") if folder.is_dir()}
-    siblings = sorted((int(number), folder) for folder, number in numbers.items() if number.isdigit())
-    return [*([parent / name] if (parent / name).is_dir() else []), *(folder for _, folder in siblings)]
-
-
-def _is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
-    """Return True if `auto`, or a checkpoint's path, resumes this run: it is unfinished and the same run."""
-    status = outcome.read_outcome(folder / "status.json")
-    saved = _resolved(folder)
-    has_checkpoints = bool(folders.list_checkpoints(folder / "checkpoints"))
-    if status.get("outcome") == "done" or (not status and not has_checkpoints):
-        return False
-    if recipe.run.resume not in RESUME and saved.get("run", {}).get("resume") != recipe.run.resume:
-        return False
-    if has_checkpoints:
-        return True
-    return is_restart or (status["outcome"] != "failed" and not _differences(saved, recipe))
-
-
-def _resolved(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return {}
 
 
 def _create_folder(parent: Path, name: str) -> Path:
     """Create and return the folder name, or name-2, name-3, ... after the last existing folder."""
     while True:
-        there = _series(parent, name)
+        there = resume.series(parent, name)
         last = there[-1].name.removeprefix(f"{name}-") if there else "0"
         folder = parent / (f"{name}-{int(last) + 1 if last.isdigit() else 2}" if there else name)
         with suppress(FileExistsError):  # another process created it first
@@ -294,11 +255,9 @@ def _lock(folder: Path) -> filesystem.Lock:
 
 def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell: Callable[[str], None]) -> None:
     """Set the checkpoint to resume from: `source` itself, or the newest complete checkpoint in it."""
-    is_one = (source / MANIFEST).is_file()
-    candidates = [str(source)] if is_one else [str(path) for _, path in folders.list_checkpoints(source)]
-    candidates = world.gather(candidates)[0]
+    listed = world.gather([str(path) for path in resume.candidates(source)])[0]
     num_bad = 0
-    for folder in map(Path, candidates):
+    for folder in map(Path, listed):
         problem, found = _verify_share(folder, world)
         if problems := [found for found in world.gather(problem) if found]:
             num_bad += 1
@@ -306,11 +265,7 @@ def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell:
             continue
         assert found is not None
         run.manifest, run.state = found
-        if different := _differences(run.manifest.recipe, recipe):
-            raise UserError(
-                f"{folder}: was made by another recipe: {'; '.join(different)}; undo the change, or set "
-                "run.resume=never"
-            )
+        resume.check_recipe(folder, run.manifest, recipe)
         run.checkpoint = folder
         # A checkpoint in another folder belongs to another run.
         run.saved_step = run.manifest.step if folder.parent == run.checkpoints else 0
@@ -326,26 +281,13 @@ def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifes
     """Verify this rank's share of a checkpoint's files. Return the problem, or the manifest and the state."""
     try:
         manifest = read_manifest(folder)
+        state = TrainState.from_json(manifest.progress)
+        if manifest.progress["step"] != manifest.step:
+            raise CorruptCheckpoint(f"{MANIFEST}: is corrupt: its progress is of step {manifest.progress['step']}")
         names = sorted(manifest.files)[world.rank :: world.size]
         verify_shards(folder, {name: manifest.files[name] for name in names})
-        return None, (manifest, TrainState.from_json(manifest.progress))
+        if world.rank == 0:
+            ShardReader(folder, manifest)
+        return None, (manifest, state)
     except CorruptCheckpoint as found:
-        return str(found), None
-    except TypeError as found:
-        return f"was written by another version: {found}", None
-
-
-def _differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Return the changed keys, with both values, that make this a different run."""
-    there, here = _flat(with_new_keys(saved)), _flat(redacted(recipe.model_dump(mode="json")))
-    here = {key: value for key, value in here.items() if key in there or key not in ADDED_LATER}
-    return [
-        f"{key} changed from {there.get(key)!r} to {here.get(key)!r}"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key) and (key in MAY_NOT or not key.startswith(MAY_CHANGE))
-    ]
-
-
-def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping from "group.key" to the value."""
-    return {f"{group}.{key}": value for group, found in recipe.items() for key, value in found.items()}
+        return one_line(found), None

@@ -32,7 +32,7 @@ from gearbox.model.optimizer import make_optimizer
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
-from gearbox.training import run_folder
+from gearbox.training import resume, run_folder
 from gearbox.training.run_folder import Run
 
 # Largest relative difference between our loss and the model's own loss, by precision.
@@ -204,7 +204,7 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
     if run.checkpoint is not None and run.manifest is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
         world.screen.print(f"[bold]resuming[/] from {run.checkpoint} at {step}")
-        if missing := rows.num_rows_left_out(run.state.step, run.manifest.recipe["train"].get("epochs")):
+        if missing := rows.num_rows_left_out(run.state.step, resume.saved_epochs(run.manifest)):
             world.screen.print(
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
