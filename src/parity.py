@@ -14,8 +14,6 @@ from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
-from rich.markup import escape
-
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
@@ -48,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
     screen = console.make_console(speaks=True)
     for hint in hints:
-        screen.print(f"hint: {hint}", markup=False)
+        screen.print(f"hint: {hint}")
     folder = make_folder(Path(recipe.run.dir), f"parity-{recipe_path.stem}")
     precision = "bf16" if any(engine.precision(gear) == "bf16" for gear in gears) else "no"
     compared: list[run_comparison.Compared] = []
@@ -73,7 +71,7 @@ def main(arguments: list[str]) -> int:
     screen.print(run_comparison.table(compared, tolerances))
     for one in compared:
         if text := one.explanation(tolerances):
-            screen.print(f"{one.name}: {escape(text)}")
+            screen.print(f"{one.name}: {text}")
     run_comparison.write(folder / "parity.html", f"{recipe_path}, {options.steps} steps", compared, tolerances)
     screen.print(f"curves: {folder / 'parity.html'}")
     return 0 if all(one.verdict(tolerances) in ("reference", "equal") for one in compared) else 1

@@ -27,16 +27,14 @@ def main(arguments: list[str]) -> None:
     hints: list[str] = []
     recipe = load_recipe(recipe_path, overrides, hints.append)
 
-    from rich.console import Console
-    from rich.markup import escape
-
+    from gearbox.console import make_console
     from gearbox.data import corpus, splits
     from gearbox.model import loading
     from gearbox.reporting import plan, preview
 
-    screen = Console(highlight=False, soft_wrap=True, stderr=options.json)
+    screen = make_console(speaks=True, stderr=options.json)
     for hint in hints:
-        screen.print(f"hint: {escape(hint)}")
+        screen.print(f"hint: {hint}")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=screen.print)
     rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
@@ -49,8 +47,7 @@ def main(arguments: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     preview.show(screen, preview.first_documents(rows.training, tokenizer, options.rows))
-    for name, text in plan.data_facts(recipe, documents, rows, tokenizer).items():
-        screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
+    plan.show_lines(screen, plan.data_facts(recipe, documents, rows, tokenizer))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,35 @@
-"""Print from one rank, and format bytes and rates for people."""
+"""Print from one rank, and format bytes and rates for people.
+
+Strings are printed as they are, because they contain names from files. `styled` adds colours, never markup.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
+from rich.text import Text
+
+from gearbox.errors import printable
 
 
-def make_console(speaks: bool) -> Console:
+class Screen(Console):
+    """A console that finds no markup, emoji or terminal command in a string."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401  rich's options
+        """Return a string as rich prints it."""
+        return super().render_str(printable(text), **options)
+
+
+def make_console(speaks: bool, stderr: bool = False) -> Screen:
     """Return a console that prints only if `speaks` is True, so that callers need not check their rank."""
-    return Console(quiet=not speaks, highlight=False, soft_wrap=True)
+    return Screen(quiet=not speaks, stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """Return a line of strings and of (string, style) pairs."""
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((printable(text), style) for text, style in pairs))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -112,5 +112,5 @@ def test_colours_in_a_terminal_and_marks_elsewhere(tokenizer):
 
 
 def test_a_long_document_is_shown_at_both_ends():
-    text = preview.styled([("a" * 500, False), ("b" * 500, True)], colours=True, num_characters=100)
+    text = preview.marked([("a" * 500, False), ("b" * 500, True)], colours=True, num_characters=100)
     assert text.plain == "a" * 50 + " [... 900 characters ...] " + "b" * 50

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
+
+from gearbox.console import styled
 
 Colour = Literal["green", "yellow", "red"]
 
@@ -75,8 +76,7 @@ def show(screen: Console, findings: Sequence[Finding]) -> None:
     """Print findings with their colours."""
     for finding in findings:
         for line, style in zip(lines(finding), (finding.colour, "none"), strict=False):
-            marked = f"[{style}]{line[:19]}[/]{escape(line[19:])}" if style != "none" else escape(line)
-            screen.print(marked)
+            screen.print(styled((line[:19], style), line[19:]))
 
 
 def lines(finding: Finding) -> list[str]:

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from gearbox import console
@@ -54,9 +53,10 @@ class DoctorReport:
         """Print the gear, and the host and device of each rank."""
         self.facts |= {"gear": gear.name, "ranks": [{"host": one.host, "device": one.device} for one in rank_devices]}
         num_ranks = len(rank_devices)
-        self.print(f"[bold]Gearbox doctor[/]  gear {gear.name}  {num_ranks} rank{'s' * (num_ranks > 1)}")
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        self.print(console.styled(("Gearbox doctor", "bold"), f"  gear {gear.name}  {ranks}"))
         for line in format_rank_table(rank_devices):
-            self.print(escape(line))
+            self.print(line)
 
     def add_machines(self, inspected: dict[str, dict[str, Any]]) -> None:
         """Print the findings of each machine. `inspected` maps a host to its `findings` and `versions`, as JSON."""
@@ -110,7 +110,7 @@ class DoctorReport:
             findings = finding.as_json(self.findings)
             print(json.dumps({"verdict": colour, "seconds": seconds, **self.facts, "findings": findings}), flush=True)
         verdict = {"green": "ready", "yellow": "ready, with warnings (yellow lines)", "red": "not ready"}[colour]
-        self.print(f"[bold {colour}]{verdict}[/]  {seconds:.1f} s")
+        self.print(console.styled((verdict, f"bold {colour}"), f"  {seconds:.1f} s"))
         if colour != "red" or local_rank != 0:
             return 0
         red = "\n".join(line for found in self.findings if found.colour == "red" for line in finding.lines(found))

@@ -19,7 +19,7 @@ import psutil
 
 from gearbox import ROOT
 from gearbox.config.loader import DEFAULT_RECIPE
-from gearbox.errors import UserError
+from gearbox.errors import UserError, printable
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.outcome import (
     EXIT_CRASHED,
@@ -68,7 +68,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
             _exit(code or 0)
         sys.exit(code)
     except UserError as error:
-        _refuse("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))
+        _refuse("\n".join(f"gearbox: {line}" for line in printable(str(error)).splitlines()))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.markup import escape
 
 from gearbox import filesystem
 from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
 from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.console import styled
 from gearbox.data.batches import StepBatch
 from gearbox.redact import redacted
 
@@ -130,8 +130,10 @@ class Metrics:
         """Record a checkpoint that is complete, or a failure to write one."""
         if isinstance(facts, SaveFailure):
             self.screen.print(
-                f"[bold red]checkpoint of step {facts.save_failed} not written[/]: {escape(facts.save_error)}; "
-                f"the last complete one is of step {facts.last_saved}; the save is retried"
+                styled(
+                    (f"checkpoint of step {facts.save_failed} not written", "bold red"),
+                    f": {facts.save_error}; the last complete one is of step {facts.last_saved}; the save is retried",
+                )
             )
         self.log(**asdict(facts))
         self._catch_up()

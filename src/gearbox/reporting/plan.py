@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint.disk_space import DiskPlan
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
+from gearbox.console import styled
 from gearbox.data.batches import PackedRows
 from gearbox.data.corpus import MappedCorpus
 from gearbox.data.row_formats import TITLES
@@ -95,7 +95,7 @@ def _count(number: int, noun: str) -> str:
 def show_lines(screen: Console, lines: dict[str, str]) -> None:
     """Print each label and its text, with the texts aligned in one column."""
     for name, text in lines.items():
-        screen.print(f"[cyan]{name:<24}[/]{escape(text)}")
+        screen.print(styled((f"{name:<24}", "cyan"), text))
 
 
 def data_facts(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
+from gearbox.console import styled
 from gearbox.data.batches import PackedRows
 from gearbox.data.packing import Corpus
 from gearbox.data.row_formats import JsonObject
@@ -36,13 +36,13 @@ def document_runs(rows: PackedRows, chunk: int, tokenizer: PreTrainedTokenizerFa
     ]
 
 
-def styled(runs: Runs, colours: bool, num_characters: int | None = None) -> Text:
+def marked(runs: Runs, colours: bool, num_characters: int | None = None) -> Text:
     """Return the text with supervised pieces coloured or marked. Cut the middle out of a long text."""
     text = Text()
     for run, is_supervised in runs:
-        marked = run if colours or not is_supervised else run.join(MARKS)
+        piece = run if colours or not is_supervised else run.join(MARKS)
         text.append(
-            "".join(c if c.isprintable() or c == "\n" else "·" for c in marked), SUPERVISED if is_supervised else "dim"
+            "".join(c if c.isprintable() or c == "\n" else "·" for c in piece), SUPERVISED if is_supervised else "dim"
         )
     if num_characters is not None and len(text) > num_characters:
         half = num_characters // 2
@@ -87,8 +87,8 @@ def show(screen: Console, documents: list[tuple[str, Runs]], num_characters: int
     colours = bool(screen.color_system)
     how = "coloured" if colours else f"between {MARKS[0]} and {MARKS[1]}"
     for location, runs in documents:
-        screen.print(f"[cyan]{escape(location)}[/]  supervised text is {how}:")
-        screen.print(styled(runs, colours, num_characters))
+        screen.print(styled((location, "cyan"), f"  supervised text is {how}:"))
+        screen.print(marked(runs, colours, num_characters))
 
 
 def answers(samples: Sequence[Sample], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
@@ -107,10 +107,11 @@ def answers(samples: Sequence[Sample], before: dict[str, str], after: dict[str, 
 def show_answers(screen: Console, samples: list[dict[str, str]]) -> None:
     """Print each sample returned by `answers`, one field per line."""
     for sample in samples:
-        screen.print("\n".join(f"[cyan]{name:>8}:[/] {short(text)}" for name, text in sample.items()))
+        for name, text in sample.items():
+            screen.print(styled((f"{name:>8}:", "cyan"), f" {short(text)}"))
 
 
 def short(text: str) -> str:
-    """Return a text as one line of at most 160 characters, escaped for rich."""
+    """Return a text as one line of at most 160 characters."""
     line = "".join(letter if letter.isprintable() else "·" for letter in " ".join(text.split()))
-    return escape(line if len(line) <= 160 else line[:157] + "...") or "(empty)"
+    return (line if len(line) <= 160 else line[:157] + "...") or "(empty)"

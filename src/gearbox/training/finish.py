@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rich.markup import escape
 from transformers import PreTrainedTokenizerFast
 
 from gearbox import ROOT
-from gearbox.console import make_console
+from gearbox.console import make_console, styled
 from gearbox.data.splits import TrainingRows
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
@@ -32,7 +31,7 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
     text = f"stopped at step {run.state.step}; run the same command to resume from step {run.saved_step}"
     world.barrier()
     run.write_status("saved", text)
-    world.screen.print(f"[bold green]saved[/]: {text}")
+    world.screen.print(styled(("saved", "bold green"), f": {text}"))
     return exit_code("saved")
 
 
@@ -71,9 +70,9 @@ def report(
     html_report.write(run.folder, plan.lines(), shown, answered)
     question = rows.samples[0].question if rows.samples else "Hello"
     reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
-    screen.print(escape(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}"))
+    screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
-    screen.print(f"[bold green]done[/]: model saved to {run.folder / 'model'}")
+    screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}"))
 
 
 def ask_saved(folder: Path, question: str, trust_remote_code: bool) -> str:

@@ -1,7 +1,7 @@
 """Choose the run that a command continues, and compare its recipe. Nothing here imports torch or writes a file.
 
-src/launch.py and src/train.py call `check_early`, which finds most mistakes within half a second. Later the ranks decide
-again, under the run's lock (run_folder.py).
+src/launch.py and src/train.py call `check_early`, which finds most mistakes within half a second. Later the ranks
+decide again, under the run's lock (run_folder.py).
 """
 
 from __future__ import annotations
@@ -187,4 +187,4 @@ def _check_writable(folder: Path, parent: Path) -> None:
     elif os.statvfs(folder).f_flag & os.ST_RDONLY:
         number = errno.EROFS
     if number:
-        raise UserError(f"run.dir: {parent} cannot be written: {folder}: {os.strerror(number)}")
+        raise UserError(f"run.dir: {parent} cannot be written: {folder}: {os.strerror(number)}; choose another run.dir")

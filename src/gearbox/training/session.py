@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rich.markup import escape
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint import disk_space
@@ -15,7 +14,7 @@ from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
 from gearbox.config.recipe import Model
 from gearbox.config.unused_keys import unused_keys_of_data
-from gearbox.console import make_console
+from gearbox.console import make_console, styled
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
 from gearbox.data.splits import Leakage, TrainingRows
@@ -66,8 +65,8 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     process_group.check_ranks(job.gear)
     screen = make_console(speaks=process_group.is_first_rank())
     if job.recipe.model.trust_remote_code:
-        name = job.recipe.model.name
-        screen.print(f"[bold red]WARNING: model.trust_remote_code runs the code shipped with {name}[/]")
+        warning = f"WARNING: model.trust_remote_code runs the code shipped with {job.recipe.model.name}"
+        screen.print(styled((warning, "bold red")))
     recipe = adapters.download_adapter(job.recipe)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
@@ -84,11 +83,11 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     devices = world.rank_devices()
     topology.check_single_world(devices)
     process_group.check_same_data(world, data.key)
-    world.screen.print(f"[bold]Gearbox[/]  recipe {job.recipe_path}  gear {gear.name}")
+    world.screen.print(styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {gear.name}"))
     if outcome.requested_run_folder() is None:  # a restart does not repeat them
         unused = unused_keys_of_data(job.recipe, (summary.form for summary in data.corpus.summaries))
         for hint in (*job.hints, *(f"{job.recipe_path}: {line}" for line in unused)):
-            world.screen.print(f"hint: {escape(hint)}")
+            world.screen.print(f"hint: {hint}")
     for line in topology.format_rank_table(devices):
         world.screen.print(line)
     if nodes := topology.num_idle_nodes(devices):
@@ -203,7 +202,7 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
     plan.show(world.screen)
     if run.checkpoint is not None and run.manifest is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
-        world.screen.print(f"[bold]resuming[/] from {run.checkpoint} at {step}")
+        world.screen.print(styled(("resuming", "bold"), f" from {run.checkpoint} at {step}"))
         if missing := rows.num_rows_left_out(run.state.step, resume.saved_epochs(run.manifest)):
             world.screen.print(
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
