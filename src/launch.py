@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> int:
         )
     path = gear_path(arguments[0])
     flags, node = node_from_flags(launcher_flags(arguments[1:]))
-    recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("--")])
+    ours = [word for word in arguments[1:] if not word.startswith("--") or "." in word.partition("=")[0]]
+    recipe_path, overrides = cli.split_arguments(ours)
     gear, recipe = load_both(path, flags, recipe_path, overrides)
     job = Job.of(recipe_path, recipe, gear)
     if node is None:

@@ -61,7 +61,7 @@ def values(key: dict[str, Any]) -> str:
     if "$ref" in key:
         return f"[{key['$ref'].split('/')[-1].lower()}](#{key['$ref'].split('/')[-1].lower()})"
     if key.get("type") == "array":
-        return "pair of numbers" if "prefixItems" in key else f"list of {values(key['items'])}"
+        return "pair of numbers" if "prefixItems" in key else f"list of {values(key['items']).replace(' or ', ' and ')}"
     if key.get("type") == "object":
         return "mapping"
     bounds = [f"{sign} {key[bound]:g}" for bound, sign in BOUNDS.items() if bound in key]

@@ -9,7 +9,7 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.config.recipe import Recipe, Source, recipe_keys
 from gearbox.errors import UserError
 
 TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
@@ -32,12 +32,12 @@ def read(tmp_path: Path, *overrides: str, **changes) -> Recipe:
 
 
 def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
-    """Return the lines of the error, each without the recipe's path at its start."""
+    """Return the lines of the error, each without the recipe's path at its start, or with the command line there."""
     with pytest.raises(UserError) as caught:
         read(tmp_path, *overrides, **changes)
     start = f"{tmp_path / 'recipe.yaml'}: "
     lines = str(caught.value).splitlines()
-    assert all(line.startswith(start) for line in lines)
+    assert all(line.startswith((start, "command line: ")) for line in lines)
     return [line.removeprefix(start) for line in lines]
 
 
@@ -111,22 +111,78 @@ def test_overrides_replace_the_file_and_keep_their_types(tmp_path):
     assert (with_equals.data.split, with_equals.adapter.targets) == ("train[:5%]=x", ["q_proj", "v_proj"])
 
 
-@pytest.mark.parametrize("override", ["optim.lr", "lr=1", "=1"])
-def test_an_override_without_group_key_and_value_is_refused(tmp_path, override):
+def test_what_only_the_command_line_breaks_is_said_to_be_there(tmp_path):
+    wrong = refusal(
+        tmp_path, "train.steps=10", "data.path=no.jsonl", schedule={"warmup": 50}, eval={"path": "none.txt"}
+    )
+    assert [line.partition(", ")[0] for line in wrong] == [
+        "command line: schedule.warmup: must be below train.steps (10)",
+    ]
+    lines = refusal(tmp_path, "data.path=no.jsonl", eval={"path": "none.txt"})
+    assert lines == ["command line: data.path: no such file 'no.jsonl'", "eval.path: no such file 'none.txt'"]
+
+
+def test_an_override_of_steps_or_epochs_replaces_the_other_of_the_file(tmp_path):
+    hints: list[str] = []
+    path = tmp_path / "recipe.yaml"
+    for override, other in (("train.epochs=2", "steps"), ("train.steps=5", "epochs")):
+        train = read(tmp_path, override, train={"steps": None, "epochs": None} | {other: 3}).train
+        assert getattr(train, other) is None
+        load_recipe(path, [override], hints.append)
+    assert hints == [
+        f"command line: train.epochs replaces train.steps of {path}",
+        f"command line: train.steps replaces train.epochs of {path}",
+    ]
+    assert "give exactly one" in refusal(tmp_path, "train.epochs=2", "train.steps=5")[0]
+    assert "give exactly one" in refusal(tmp_path, "train.epochs=null", train={"steps": None})[0]
+    assert read(tmp_path, "train.epochs=null").train.steps == TINY["train"]["steps"]
+
+
+@pytest.mark.parametrize("key", ["data", "eval"])
+def test_a_list_of_paths_is_a_list_of_sources(tmp_path, key):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    a, b = f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"
+    for recipe in (
+        read(tmp_path, f"{key}.path=[{a},{b}]"),
+        read(tmp_path, **{key: {"path": [a, {"path": b}]}}),
+        read(tmp_path, **{key: {"path": [{"path": a}, {"path": b}]}}),
+    ):
+        assert getattr(recipe, key).path == [Source(path=a), Source(path=b)]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.path=[3]", "data.path.0: must be a path, or a mapping such as {path: chats.jsonl, weight: 2}, found 3"),
+        ("data.path=[a, {paht: b}]", "data.path.1.paht: unknown key; did you mean 'path'?"),
+        ("data.path=[a, {path: b, weight: 2}]", "data.path: give a weight to every source or to none"),
+        ("data.path=[]", "data.path: list should have at least 1 item"),
+        ("eval.path=[a, 3]", "eval.path.1: must be a path, or a mapping"),
+        ("eval.path=[{path: a, weight: 2}]", "eval.path: every document counts once in an evaluation; remove weight"),
+        ("eval.path=[no.jsonl]", "eval.path: no such file 'no.jsonl'"),
+    ],
+)
+def test_a_wrong_item_of_a_list_is_named(tmp_path, override, said):
+    assert f"command line: {said}" in "\n".join(refusal(tmp_path, override))
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "optim.=1", "=1"])
+def test_an_override_without_key_and_value_is_refused(tmp_path, override):
     (line,) = refusal(tmp_path, override)
-    assert line.startswith(f"{override!r}: overrides take the form group.key=value")
+    assert line.startswith(f"command line: {override!r}: overrides take the form group.key=value")
 
 
 def test_overrides_are_checked_like_the_file(tmp_path):
     assert refusal(tmp_path, "batch.rows=x", "optim.weight_decy=1") == [
-        "batch.rows: input should be a valid integer, unable to parse string as an integer, found 'x'",
-        "optim.weight_decy: unknown key; did you mean 'weight_decay'?",
+        "command line: batch.rows: input should be a valid integer, unable to parse string as an integer, found 'x'",
+        "command line: optim.weight_decy: unknown key; did you mean 'weight_decay'?",
     ]
 
 
 def test_all_mistakes_are_reported_at_once(tmp_path):
     lines = refusal(tmp_path, "lr=1", optm={}, batch={"rows": 0}, train={"epochs": 3})
-    assert sorted(line.split(":")[0] for line in lines) == ["'lr=1'", "batch.rows", "optm", "train"]
+    assert sorted(line.split(":")[0] for line in lines) == ["batch.rows", "command line", "optm", "train"]
     lines = refusal(tmp_path, model={"name": "./nowhere"}, data={"path": "no/such.txt"})
     assert [line.split(":")[0] for line in lines] == ["model.name", "data.path"]
 

@@ -87,15 +87,15 @@ def test_anything_else_is_refused_in_one_line(written, found):
     with pytest.raises(UserError) as refusal:
         load_recipe(TINY, [f"schedule.warmup={written}"])
     expected = "must be a number of steps such as 50, or a share of the run below 100% such as 5%, found "
-    assert str(refusal.value) == f"{TINY}: schedule.warmup: {expected}{found}"
+    assert str(refusal.value) == f"command line: schedule.warmup: {expected}{found}"
 
 
 def test_a_count_must_be_below_the_steps_and_a_share_always_is():
     with pytest.raises(UserError) as refusal:
         load_recipe(TINY, ["schedule.warmup=50", "train.steps=10"])
     assert str(refusal.value) == (
-        f"{TINY}: schedule.warmup: must be below train.steps (10), found 50; give fewer steps, or a share of the run "
-        "such as 5%"
+        "command line: schedule.warmup: must be below train.steps (10), found 50; give fewer steps, or a share of the "
+        "run such as 5%"
     )
     for steps in (1, 2, 10):
         load_recipe(TINY, [f"train.steps={steps}"])
@@ -161,10 +161,10 @@ def test_the_old_key_is_read_with_a_hint(old_recipe, in_file, overrides, warmup,
 def test_both_keys_in_one_place_are_refused(old_recipe):
     both = old_recipe.with_name("both.yaml")
     both.write_text(old_recipe.read_text().replace("warmup_steps: 50", "warmup_steps: 50\n  warmup: 5%"))
-    for path, overrides in ((both, []), (TINY, [f"{OLD}=7", "schedule.warmup=7"])):
+    for path, overrides, place in ((both, [], both), (TINY, [f"{OLD}=7", "schedule.warmup=7"], "command line")):
         with pytest.raises(UserError) as refusal:
             load_recipe(path, overrides)
-        assert str(refusal.value) == f"{path}: {OLD}: is the old name of schedule.warmup, which is also set; keep one"
+        assert str(refusal.value) == f"{place}: {OLD}: is the old name of schedule.warmup, which is also set; keep one"
 
 
 def test_an_editor_knows_both_keys_and_underlines_what_is_refused(old_recipe):

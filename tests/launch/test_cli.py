@@ -19,7 +19,7 @@ def test_a_user_error_is_printed_once_as_the_last_line(tmp_path, gear):
     )
     outcome = shell(line + " 2>&1")
     assert outcome.returncode == 1
-    said = "gearbox: recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"
+    said = "gearbox: command line: optim.lrr: unknown key; did you mean 'lr'?"
     assert last_line(outcome.stdout) == said
     assert outcome.stdout.count(said) == 1
     assert not (tmp_path / "r").exists()
@@ -28,7 +28,7 @@ def test_a_user_error_is_printed_once_as_the_last_line(tmp_path, gear):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train.py optim.lrr=1", "recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        ("train.py optim.lrr=1", "command line: optim.lrr: unknown key; did you mean 'lr'?"),
         ("train.py recipes/tinny.yaml", "recipes/tinny.yaml: no such file; did you mean 'tiny.yaml'?"),
         (
             "train.py model.name=nobody/no-such-model model.init=pretrained",
@@ -78,9 +78,10 @@ def test_out_of_memory_suggests_what_to_change():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["optim.lrr=1"], "gearbox: recipes/tiny.yaml: optim.lrr: unknown key; did you mean 'lr'?"),
+        (["optim.lrr=1"], "gearbox: command line: optim.lrr: unknown key; did you mean 'lr'?"),
         (["recipes/tny.yaml"], "gearbox: recipes/tny.yaml: no such file; did you mean 'tiny.yaml'?"),
-        (["--lr", "1"], "gearbox: --lr 1: expected [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
+        (["--lrr", "1"], "gearbox: --lrr 1: expected [RECIPE] [key.sub=value ...], such as optim.lr=1e-5"),
+        (["--lr", "1"], "gearbox: --lr: write optim.lr=1, without dashes"),
     ],
 )
 def test_a_user_error_ends_the_script_without_importing_torch(tmp_path, arguments, said):

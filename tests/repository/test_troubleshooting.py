@@ -55,7 +55,7 @@ def test_a_message_is_what_the_code_prints(message):
 @pytest.mark.parametrize(
     "message",
     [
-        "recipes/tiny.yaml: optim.lrr: there is no such key; did you mean 'lr'?",
+        "the recipe has the key optim.lrr, which there is not; did you mean 'lr'?",
         "num_processes: 3 ranks cannot be cut into tp 2; use 2 or 4",
         "is damaged: it is not as it was written",
     ],

@@ -109,8 +109,9 @@ class Matrix:
 
 
 def refusal(output: str) -> str:
-    """Return the message that refuses a run, without folders in file names."""
-    lines = [line for line in output.splitlines() if re.match(r"\S+\.(yaml|json): |[a-z]+\.[a-z_]+: ", line)]
+    """Return the message that refuses a run, without folders in file names and without "command line"."""
+    all_lines = [line.removeprefix("command line: ") for line in output.splitlines()]
+    lines = [line for line in all_lines if re.match(r"\S+\.(yaml|json): |[a-z]+\.[a-z_]+: ", line)]
     return re.sub(r"\S*/", "", lines[-1]) if lines else output[-500:]
 
 

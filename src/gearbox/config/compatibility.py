@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gearbox.config.gear import Gear
+from gearbox.config.loader import located
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 
@@ -83,17 +84,19 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
     """Raise UserError if the gear, its ZeRO JSON or the environment conflicts with the recipe."""
     problems = _contradictions(gear, recipe, recipe_path, batch)
     if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and batch.micro_rows > 1:
-        problems.append(
-            f"{recipe_path}: batch.micro_rows: flash attention isolates packed documents in one row at a time, and "
+        text = (
+            "batch.micro_rows: flash attention isolates packed documents in one row at a time, and "
             f"{gear.path} splits each row across ranks; use 1"
         )
-    problems += [f"{recipe_path}: {refusal.text}" for refusal in REFUSALS if refusal.applies(gear, recipe)]
+        problems.append(located(text, recipe, recipe_path))
+    of_recipe = [refusal.text for refusal in REFUSALS if refusal.applies(gear, recipe)]
     if importlib.util.find_spec("bitsandbytes") is None:
         hint = "needs bitsandbytes, which is not installed; run pip install bitsandbytes, or use"
         if recipe.model.quantize:
-            problems.append(f"{recipe_path}: model.quantize: {recipe.model.quantize} {hint} null")
+            of_recipe.append(f"model.quantize: {recipe.model.quantize} {hint} null")
         if recipe.optim.name != "adamw":
-            problems.append(f"{recipe_path}: optim.name: {recipe.optim.name} {hint} adamw")
+            of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
+    problems += [located(text, recipe, recipe_path) for text in of_recipe]
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     value = os.environ.get(variable, "auto")
     # For ZeRO gears the launcher sets the variable to auto or 1, and the filled JSON decides.

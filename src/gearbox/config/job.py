@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import Gear
-from gearbox.config.loader import rehearsed
+from gearbox.config.loader import located, rehearsed
 from gearbox.config.recipe import Recipe
 from gearbox.config.unused_keys import unused_keys
 
@@ -53,16 +53,19 @@ class Job:
     batch: BatchPlan
     hints: tuple[str, ...] = ()
     """Changes to suggest to the user, such as replacing an old key or removing an unused one."""
+    full_size: Recipe | None = None
+    """The recipe that a rehearsal stands for; None for any other run."""
 
     @classmethod
     def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
         """Combine a recipe and a gear. Raise UserError with every reason why they cannot be combined."""
-        unused = [f"{recipe_path}: {line}" for line in unused_keys(recipe)]
-        if recipe.run.rehearse:
-            recipe = rehearsed(recipe)
+        unused = [located(line, recipe, recipe_path) for line in unused_keys(recipe)]
+        full_size = recipe if recipe.run.rehearse else None
+        if full_size is not None:
+            recipe = rehearsed(recipe, gear.data_parallel)
         batch = BatchPlan.divide(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
         check_against(gear, recipe, recipe_path, batch)
-        return cls(recipe_path, recipe, gear, batch, (*hints, *unused))
+        return cls(recipe_path, recipe, gear, batch, (*hints, *unused), full_size)
 
     @property
     def run_name(self) -> str:

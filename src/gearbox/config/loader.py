@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Hashable
+from copy import deepcopy
+from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +15,18 @@ import yaml
 from pydantic import ValidationError
 
 from gearbox.config.adapter_settings import saved_adapter_settings
+from gearbox.config.other_names import FIRST_KEYS, advice_on_key, advice_on_value, key_of
 from gearbox.config.recipe import (
     BUILTIN_TASKS,
     LOCAL_ENDINGS,
     OLD_WARMUP,
+    ONE_OF,
     RESUME,
     Adapter,
     Recipe,
     Source,
     keys_of_group,
+    listed,
     recipe_keys,
 )
 from gearbox.errors import UserError, did_you_mean, nearest, one_line
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
+COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
+REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 
 
@@ -64,55 +72,99 @@ def load_recipe(
 ) -> Recipe:
     """Load the recipe at `path` with `key.sub=value` overrides. Raise UserError with every problem at once.
 
-    Call `hint` with one line for each place that uses an old key.
+    Call `hint` with one line for each place that uses an old key, and for each key of the file that gives way.
     """
     written = read_yaml(path)
     content = with_new_keys(written)
     old_key_places = [str(path)] if content is not written else []
-    problems, overrides_use_old_key = _apply_overrides(content, overrides or [])
-    if overrides_use_old_key:
-        old_key_places.append("command line")
-    recipe = None
-    try:
-        recipe = Recipe.model_validate(content)
-    except ValidationError as error:
-        problems += [_explain(details) for details in error.errors()]
-    if recipe is not None:
-        try:
-            recipe = _with_saved_adapter(recipe)
-        except ValueError as error:
-            problems.append(str(error))
-        problems += _missing_files(recipe)
-    if problems or recipe is None:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    in_file = deepcopy(content)
+    given = Given.apply(content, overrides or [])
+    if given.uses_old_key:
+        old_key_places.append(COMMAND_LINE)
+    recipe, problems = _checked(content, given.keys)
+    if recipe is None or problems or given.problems:
+        of_file = _checked(in_file, frozenset())[1] if overrides else problems
+        places = [path if problem in of_file else COMMAND_LINE for problem in problems]
+        lines = [f"{COMMAND_LINE}: {problem}" for problem in given.problems]
+        lines += [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True)]
+        raise UserError("\n".join(lines))
     for place in old_key_places:
         hint(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a step count or a share such as 5%")
+    for replaced in given.replaced:
+        hint(f"{COMMAND_LINE}: {replaced} of {path}")
     return recipe
 
 
-def _apply_overrides(content: RawMapping, overrides: list[str]) -> tuple[list[str], bool]:
-    """Apply `key.sub=value` overrides in place. Return the problems, and whether an old key was used."""
+def _checked(content: RawMapping, given: frozenset[str]) -> tuple[Recipe | None, list[str]]:
+    """Return the recipe with this content, if its keys and values are right, and every problem."""
+    try:
+        recipe = Recipe.model_validate(content, context=given)
+    except ValidationError as error:
+        return None, [_explain(details) for details in error.errors()]
     problems = []
-    uses_old_key = False
-    given = {override.partition("=")[0] for override in overrides}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if key == OLD_WARMUP and "schedule.warmup" not in given:
-            key, uses_old_key = "schedule.warmup", True
-        *groups, last = key.split(".")
-        if not equals or not groups:
-            problems.append(f"{override!r}: overrides take the form group.key=value, such as optim.lr=1e-5")
-            continue
-        target = content
-        for group in groups:
-            if not isinstance(target.get(group), dict):
-                target[group] = {}
-            target = target[group]
-        try:
-            target[last] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            target[last] = text
-    return problems, uses_old_key
+    try:
+        recipe = _with_saved_adapter(recipe)
+    except ValueError as error:
+        problems.append(str(error))
+    return recipe, problems + _missing_files(recipe)
+
+
+def located(line: str, recipe: Recipe, path: Path) -> str:
+    """Return a line that starts with a key, prefixed with the place that gives the key: command line or recipe."""
+    key = re.split("[:,]", line, maxsplit=1)[0]
+    return f"{COMMAND_LINE if key in recipe.given else path}: {line}"
+
+
+@dataclass
+class Given:
+    """The keys that the command line gives, and what came of applying them to a recipe."""
+
+    keys: frozenset[str]
+    problems: list[str] = field(default_factory=list)
+    """Overrides that cannot be read."""
+    replaced: list[str] = field(default_factory=list)
+    """Pairs of keys of which only one may be set: the new key and the one that it replaces."""
+    uses_old_key: bool = False
+
+    @classmethod
+    def apply(cls, content: RawMapping, overrides: list[str]) -> Given:
+        """Apply `key.sub=value` overrides in place."""
+        pairs = [override.partition("=") for override in overrides]
+        given = cls(frozenset(key for key, _, _ in pairs))
+        for key, equals, text in pairs:
+            if key == OLD_WARMUP and "schedule.warmup" not in given.keys:
+                key, given.uses_old_key = "schedule.warmup", True
+            *groups, last = key.split(".")
+            value = _value(text)
+            if not equals or not last or (not groups and isinstance(value, dict)):
+                form = "overrides take the form group.key=value, such as optim.lr=1e-5"
+                given.problems.append(f"{key + equals + text!r}: {form}")
+                continue
+            target = content
+            for group in groups:
+                if not isinstance(target.get(group), dict):
+                    target[group] = {}
+                target = target[group]
+            target[last] = value
+        for key, other in (ONE_OF, ONE_OF[::-1]):
+            if key in given.keys and other not in given.keys:
+                given._replace(content, key, other)
+        return given
+
+    def _replace(self, content: RawMapping, key: str, other: str) -> None:
+        """Remove a key of the file that may not be set together with a key of the command line."""
+        group, name = key.split(".")
+        keys = content[group]
+        if keys[name] is not None and keys.pop(other.removeprefix(f"{group}."), None) is not None:
+            self.replaced.append(f"{key} replaces {other}")
+
+
+def _value(text: str) -> object:
+    """Return the value of an override, read as YAML, or its text if it is no YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def with_new_keys(content: RawMapping) -> RawMapping:
@@ -168,10 +220,9 @@ def _missing_files(recipe: Recipe) -> list[str]:
     elif looks_local or name.count("/") > 1:
         hint = "; run `make smollm2` to make it" if name == "models/smollm2-135m" else ""
         problems.append(f"model.name: no such folder {name!r}{hint or '; give a folder or a Hub id such as org/model'}")
-    for path in [source.path for source in recipe.data.sources]:
-        problems += _missing_data("data.path", path)
-    if recipe.eval.path is not None:
-        problems += _missing_data("eval.path", recipe.eval.path)
+    for key, paths in (("data.path", recipe.data.path), ("eval.path", recipe.eval.path or [])):
+        for source in listed(paths):
+            problems += _missing_data(key, source.path)
     resume = recipe.run.resume
     if resume not in RESUME and not (Path(resume) / "manifest.json").is_file():
         problems.append(f"run.resume: {resume!r} is not a checkpoint folder; use one, or {', '.join(RESUME)}")
@@ -188,6 +239,9 @@ def _missing_data(key: str, path: str) -> list[str]:
         return [f"{key}: unknown built-in data {path!r}; the only built-in data is {BUILTIN_TASKS}"]
     if any(letter in path for letter in "*?["):
         return [f"{key}: no file matches {path!r}"]
+    if "," in path:
+        parts = ", ".join(part.strip() for part in path.split(",") if part.strip())
+        return [f"{key}: no such file {path!r}; write a list as {key}='[{parts}]'"]
     if is_local(path) or path.count("/") > 1:
         return [f"{key}: no such file {path!r}"]
     return []
@@ -209,10 +263,10 @@ def is_local(path: str) -> bool:
 def _explain(details: ErrorDetails) -> str:
     """Return a pydantic error as one line that starts with the key."""
     location = [str(part) for part in details["loc"] if isinstance(part, str | int)]
-    in_source = location[:3] == ["data", "path", "list"]
-    if location[:2] == ["data", "path"]:
+    in_source = location[1:3] == ["path", "list"]
+    if location[1:2] == ["path"]:
         del location[2:3]  # pydantic's tag of the union member, which the user did not write
-    key, kind = ".".join(location), details["type"]
+    key, kind, value = ".".join(location), details["type"], details["input"]
     if kind == "extra_forbidden":
         return f"{key}: {_explain_unknown_key(location, in_source)}"
     if kind == "missing":
@@ -220,29 +274,63 @@ def _explain(details: ErrorDetails) -> str:
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error":
         return f"{key}: {message}" if key else message
-    return f"{key}: {message[0].lower()}{message[1:]}, found {details['input']!r}"
+    if kind == "model_type" and key in FIRST_KEYS:
+        first = f"{key}.{FIRST_KEYS[key]}"
+        better = advice_on_value(first, value) or f"; use {first}: {value}"
+        return f"{key}: is a group of keys, found {value!r}{'' if isinstance(value, list | None) else better}"
+    advice = advice_on_value(key, value)
+    if not advice and isinstance(value, str) and value.endswith(","):
+        advice = "; remove the comma"
+    return f"{key}: {message[0].lower()}{message[1:]}, found {value!r}{advice}"
 
 
 def _explain_unknown_key(location: list[str], in_source: bool) -> str:
-    """Return the message for a key that the schema lacks, with the nearest known key."""
+    """Return the message for a key that the schema lacks, with the key that is meant or the nearest one."""
     if ".".join(location) == OLD_WARMUP:
         return "is the old name of schedule.warmup, which is also set; keep one"
-    name = "warmup" if location[-1] == "warmup_steps" else location[-1]
-    exact = [known for known in recipe_keys() if known.endswith(f".{name}")]
+    name = location[-1]
     group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
-    return f"unknown key{did_you_mean(exact) or nearest(name, keys_of_group(group))}"
+    return f"unknown key{did_you_mean(keys_meant(name)) or advice_on_key(name) or nearest(name, keys_of_group(group))}"
 
 
-def rehearsed(recipe: Recipe) -> Recipe:
-    """Return the recipe for a rehearsal: random weights replace saved ones, and built-in tasks replace Hub data.
+def keys_meant(name: str) -> list[str]:
+    """Return the recipe's keys or groups with this name, or the one that other trainers call so."""
+    exact = [known for known in [*recipe_keys(), *Recipe.model_fields] if f".{known}".endswith(f".{name}")]
+    return exact or [*filter(None, [key_of(name)])]
 
-    A saved adapter's weights become random too.
+
+def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
+    """Return the recipe for a rehearsal on this many data-parallel ranks.
+
+    Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
+    Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
+    that no document of yours is cut. What the command line gives stays.
     """
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
-    paths = [source.path for source in recipe.data.sources]
-    if not all(map(is_local, paths)):
+    are_local = all(is_local(source.path) for source in recipe.data.sources)
+    if not are_local:
         changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
-    if recipe.eval.path is not None and ("data" in changes or not is_local(recipe.eval.path)):
+    evaluated = listed(recipe.eval.path or [])
+    if evaluated and not (are_local and all(is_local(source.path) for source in evaluated)):
         changes["eval"] = recipe.eval.model_copy(update={"path": None})
+    return _shortened(recipe.model_copy(update=changes), data_parallel)
+
+
+def _shortened(recipe: Recipe, data_parallel: int) -> Recipe:
+    """Return the recipe with few steps and few rows, apart from what the command line gives."""
+    batch, train, given = recipe.batch, recipe.train, recipe.given
+    sizes: dict[str, int] = {}
+    rows = max(REHEARSED_ROWS, 2 * data_parallel)
+    if batch.rows > rows and "batch.rows" not in given:
+        sizes = {"rows": rows, "micro_rows": min(batch.micro_rows, rows // (2 * data_parallel))}
+    if all(source.path == BUILTIN_TASKS for source in recipe.data.sources):
+        sizes["row_tokens"] = min(batch.row_tokens, REHEARSED_TOKENS)
+    sizes = {key: size for key, size in sizes.items() if f"batch.{key}" not in given}
+    if given.isdisjoint(ONE_OF):
+        train = train.model_copy(update={"steps": min(train.steps or REHEARSED_STEPS, REHEARSED_STEPS), "epochs": None})
+    schedule = recipe.schedule
+    if train.steps is not None and isinstance(schedule.warmup, int) and schedule.warmup >= train.steps:
+        schedule = schedule.model_copy(update={"warmup": train.steps // 4})
+    changes = {"batch": batch.model_copy(update=sizes), "train": train, "schedule": schedule}
     return recipe.model_copy(update=changes)

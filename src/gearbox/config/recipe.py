@@ -12,9 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     field_validator,
     model_validator,
@@ -37,6 +39,7 @@ LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would take gigabytes
 Role = Literal["system", "user", "assistant", "tool"]
 RESUME = ("auto", "latest", "never")  # or a checkpoint folder
+ONE_OF = ("train.steps", "train.epochs")  # on the command line, one of these replaces the other
 OLD_WARMUP = "schedule.warmup_steps"  # the old name of schedule.warmup in recipes, overrides and manifests
 
 
@@ -114,15 +117,32 @@ class Source(Group):
     """Field names of this source; `null` uses `data.fields`."""
 
 
+def _as_source(item: object) -> object:
+    """Return a path as the source that it means in a list. Raise ValueError for an item that is no source."""
+    if not isinstance(item, str | dict | Source):
+        raise ValueError(f"must be a path, or a mapping such as {{path: chats.jsonl, weight: 2}}, found {item!r}")
+    return {"path": item} if isinstance(item, str) else item
+
+
+Item = Annotated[Source, BeforeValidator(_as_source, json_schema_input_type=str | Source)]
+Paths = Annotated[
+    Annotated[str, Tag("path")] | Annotated[list[Item], Tag("list"), Field(min_length=1)],
+    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "path"),
+]
+
+
+def listed(path: str | list[Source]) -> list[Source]:
+    """Return the sources of a data.path or an eval.path."""
+    return [Source(path=path)] if isinstance(path, str) else path
+
+
 class Data(Group):
     """The documents to train on, and how to read them."""
 
-    path: Annotated[
-        Annotated[str, Tag("path")] | Annotated[list[Source], Tag("list"), Field(min_length=1)],
-        Discriminator(lambda value: "list" if isinstance(value, list) else "path"),
-    ]
+    path: Paths
     """File (.jsonl, .json, .parquet, .csv, .txt), folder or glob of files, dataset saved by `datasets`, Hub dataset
-    id, or `builtin:tasks`. A list of `{path, weight, split, fields}` mixes several sources."""
+    id, or `builtin:tasks`. A list such as `[a.jsonl, b.jsonl]` mixes several; an item may also be
+    `{path, weight, split, fields}`."""
     split: str = "train"
     """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""
     form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
@@ -155,9 +175,11 @@ class Data(Group):
     @property
     def sources(self) -> list[Source]:
         """The sources in data.path, each with its split and fields."""
-        listed = [Source(path=self.path)] if isinstance(self.path, str) else self.path
         defaults = {"split": self.split, "fields": self.fields}
-        return [s.model_copy(update={k: v for k, v in defaults.items() if getattr(s, k) is None}) for s in listed]
+        return [
+            source.model_copy(update={key: value for key, value in defaults.items() if getattr(source, key) is None})
+            for source in listed(self.path)
+        ]
 
     @field_validator("path")
     @classmethod
@@ -242,12 +264,20 @@ class Eval(Group):
     """Steps between evaluations; 0 evaluates only at the start and the end."""
     fraction: Float = Field(0.02, ge=0, lt=1)
     """Share of the documents to hold out, chosen by a hash of their content; 0 holds out none."""
-    path: str | None = None
-    """Documents to evaluate on instead of a fraction, read like `data.path`; copies of these are not trained on."""
+    path: Paths | None = None
+    """Documents to evaluate on instead of a fraction, read like `data.path` but without weights; copies of these are
+    not trained on."""
     samples: Int = Field(2, ge=0)
     """Number of held-out questions to answer before and after training, for you to read."""
     sample_tokens: Int = Field(48, ge=1)
     """Maximum length of a sample answer, in tokens."""
+
+    @field_validator("path")
+    @classmethod
+    def _no_weights(cls, path: str | list[Source] | None) -> str | list[Source] | None:
+        if path is not None and any(source.weight is not None for source in listed(path)):
+            raise ValueError("every document counts once in an evaluation; remove weight")
+        return path
 
 
 class Save(Group):
@@ -270,7 +300,8 @@ class Run(Group):
     dir: str = "runs"
     """Folder that contains the runs."""
     rehearse: bool = False
-    """Train a small stand-in without network: the same architecture with a few narrow layers and random weights."""
+    """Train a small stand-in without network: the same architecture with a few narrow layers and random weights. Rows,
+    tokens per row and steps are few too, apart from those that the command line gives."""
     resume: str = "auto"
     """`auto` resumes an unfinished run of that name; `latest` also resumes a finished run, for more steps. `never`
     starts from scratch; a checkpoint folder starts a new run from that checkpoint."""
@@ -293,11 +324,21 @@ class Recipe(Group):
     eval: Eval = Eval()
     save: Save = Save()
     run: Run = Run()
+    _given: frozenset[str] = PrivateAttr(frozenset())
+
+    def model_post_init(self, context: frozenset[str] | None) -> None:
+        """Keep the context of the validation: the keys that the command line gives."""
+        self._given = frozenset(context or ())
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The keys that the command line gives."""
+        return self._given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         steps, warmup = self.train.steps, self.schedule.warmup
-        if steps is not None and isinstance(warmup, int) and warmup >= steps:
+        if steps is not None and isinstance(warmup, int) and warmup >= steps and not self.run.rehearse:
             raise ValueError(
                 f"schedule.warmup: must be below train.steps ({steps}), found {warmup}; give fewer steps, or a share "
                 "of the run such as 5%"

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.recipe import Data, Recipe
+from gearbox.config.recipe import Data, Recipe, listed
 from gearbox.data.batches import PackedRows, Sampler, make_sampler
 from gearbox.data.packing import Chunks, Corpus, chunk_documents
 from gearbox.errors import UserError
@@ -178,7 +178,8 @@ def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[
     dropped = _unused_documents(evaluated, chunks)
     chunks = chunks.where(chunks.targets > 0)
     if not len(chunks):
-        raise UserError(f"eval.path: {recipe.eval.path!r} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
+        paths = ", ".join(repr(source.path) for source in listed(recipe.eval.path or []))
+        raise UserError(f"eval.path: {paths} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
     return chunks, dropped
 
 

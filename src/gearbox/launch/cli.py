@@ -18,7 +18,8 @@ from typing import NoReturn
 import psutil
 
 from gearbox import ROOT
-from gearbox.config.loader import DEFAULT_RECIPE
+from gearbox.config.loader import DEFAULT_RECIPE, keys_meant
+from gearbox.config.recipe import recipe_keys
 from gearbox.errors import UserError, printable
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.outcome import (
@@ -43,10 +44,32 @@ def split_arguments(arguments: list[str]) -> tuple[Path, list[str]]:
     """Split [RECIPE] [key.sub=value ...] into the recipe path and the overrides."""
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
+    if meant := _override_meant(arguments):
+        raise UserError(meant)
     if len(paths) > 1 or any(argument.startswith("-") for argument in arguments):
         raise UserError(f"{' '.join(arguments)}: expected [RECIPE] [key.sub=value ...], such as optim.lr=1e-5")
     default = DEFAULT_RECIPE if DEFAULT_RECIPE.exists() else ROOT / DEFAULT_RECIPE
     return Path(paths[0]) if paths else default, overrides
+
+
+def _override_meant(arguments: list[str]) -> str:
+    """Return what to write instead of the first override that has dashes or spaces, or an empty string."""
+    for number, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        following = [
+            after
+            for after in arguments[number + 1 : number + 3]
+            if not after.endswith((".yaml", ".yml")) and "=" not in after[1:]
+        ]
+        if not value:  # `key value`, `key= value`, `key = value` or `key =value`
+            value = next((after.lstrip("=") for after in following if after != "="), "VALUE")
+        bare = name.lstrip("-")
+        meant = [bare] if bare in recipe_keys() else keys_meant(bare)
+        if meant and name.startswith("-"):
+            return f"{word}: write {meant[0]}={value}, without dashes"
+        if meant and (word == bare or (word == f"{bare}=" and following)) and (following or bare in recipe_keys()):
+            return f"{word}: write {meant[0]}={value}, as one word"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -78,13 +78,24 @@ class Plan:
             "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, gradient clip {recipe.optim.max_grad_norm:g}",
             "schedule": f"{recipe.schedule.name}, {_count(self.num_steps, 'step')}",
         }
-        if recipe.run.rehearse:
-            lines["rehearsal"] = "a few narrow layers of the same architecture, random weights, no network access"
+        if self.job.full_size is not None:
+            small = "a few narrow layers of the same architecture, random weights, no network access"
+            lines["rehearsal"] = "; ".join([small, *_shortened(recipe, self.job.full_size)])
         return lines
 
     def show(self, screen: Console) -> None:
         """Print the lines."""
         show_lines(screen, self.lines())
+
+
+def _shortened(recipe: Recipe, full_size: Recipe) -> Iterator[str]:
+    """Yield what is smaller in a rehearsal than in the recipe that it stands for."""
+    here, there = recipe.batch, full_size.batch
+    if (here.rows, here.row_tokens) != (there.rows, there.row_tokens):
+        yield f"{here.rows} rows x {here.row_tokens:,} tokens instead of {there.rows:,} x {there.row_tokens:,}"
+    if recipe.train != full_size.train:
+        length = f"{full_size.train.steps:,}" if full_size.train.steps else f"{full_size.train.epochs:g} epochs"
+        yield f"{_count(recipe.train.steps or 0, 'step')} instead of {length}"
 
 
 def _count(number: int, noun: str) -> str:

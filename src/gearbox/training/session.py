@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
+from gearbox.config.loader import located
 from gearbox.config.recipe import Model
 from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.console import make_console, styled
@@ -86,7 +87,7 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     world.screen.print(styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {gear.name}"))
     if outcome.requested_run_folder() is None:  # a restart does not repeat them
         unused = unused_keys_of_data(job.recipe, (summary.form for summary in data.corpus.summaries))
-        for hint in (*job.hints, *(f"{job.recipe_path}: {line}" for line in unused)):
+        for hint in (*job.hints, *(located(line, job.recipe, job.recipe_path) for line in unused)):
             world.screen.print(f"hint: {hint}")
     for line in topology.format_rank_table(devices):
         world.screen.print(line)

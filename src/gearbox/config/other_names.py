@@ -1,0 +1,208 @@
+"""Translate what other trainers call a key or a value: TRL, PEFT, axolotl, LLaMA-Factory, NeMo, torchtune and others.
+
+These are facts only: the schema is in recipe.py, and a test checks that every key named here exists there.
+"""
+
+from __future__ import annotations
+
+KEYS = {
+    "model.name": """
+        model_name_or_path model_name base_model base_model_config model_id model_path pretrained_model_name_or_path
+        hf_model hf_model_id checkpoint_dir restore_from_path model_dir""",
+    "model.revision": "model_revision revision_of_model",
+    "model.trust_remote_code": "trust_remote_code_model",
+    "model.attention": "attn_implementation flash_attn flash_attention use_flash_attention_2 flash_attn_2 attn_impl",
+    "model.gradient_checkpointing": """
+        use_gradient_checkpointing enable_activation_checkpointing activation_checkpointing gradient_checkpoint
+        activations_checkpoint_method activations_checkpoint_granularity disable_gradient_checkpointing""",
+    "model.add_tokens": "special_tokens additional_special_tokens new_special_tokens add_special_tokens tokens",
+    "model.router_loss": "router_aux_loss_coef output_router_logits aux_loss_coef moe_aux_loss_coeff",
+    "adapter": "peft lora lora_config peft_config peft_scheme",
+    "adapter.method": "finetuning_type peft_method use_peft use_lora tuner_type peft_type use_dora",
+    "adapter.path": "lora_model_dir adapter_name_or_path peft_model_id lora_path adapter_path",
+    "adapter.r": "lora_r lora_rank adapter_dim lora_dim rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.rslora": "use_rslora peft_use_rslora",
+    "adapter.dropout": "lora_dropout adapter_dropout",
+    "adapter.targets": "lora_target_modules target_modules lora_target lora_target_linear lora_attn_modules",
+    "data.path": """
+        dataset datasets dataset_path dataset_name dataset_dir train_file train_files data_files train_data
+        train_dataset file_names data_path data_prefix dataset_mixer train_ds""",
+    "data.split": "dataset_split train_split dataset_train_split",
+    "data.form": "dataset_type ds_type formatting template_type",
+    "data.fields": "dataset_text_field text_column field columns column_map prompt_template",
+    "data.roles": "tags role_mapping",
+    "data.chat_template": "template chat_template_path chat_template_jinja",
+    "data.supervise": """
+        assistant_only_loss completion_only_loss train_on_inputs train_on_input train_on_prompt mask_history
+        answer_only_loss roles_to_train""",
+    "data.long": "truncation truncation_method excess_length_strategy",
+    "data.packing": "sample_packing packed_sequence neat_packing pack_sequences eval_sample_packing",
+    "batch.rows": """
+        batch_size global_batch_size train_batch_size total_batch_size effective_batch_size""",
+    "batch.row_tokens": """
+        max_seq_length max_seq_len max_length sequence_len sequence_length seq_length seq_len cutoff_len
+        model_max_length block_size context_length max_tokens encoder_seq_length""",
+    "batch.micro_rows": """
+        per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu
+        per_gpu_train_batch_size""",
+    "optim": "optimizer",
+    "optim.name": "optimizer_name optimizer_type optim_type",
+    "optim.lr": "learning_rate learningrate max_lr peak_lr base_lr init_lr",
+    "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2 betas1",
+    "optim.eps": "adam_epsilon epsilon adam_eps",
+    "optim.weight_decay": "wd decay",
+    "optim.max_grad_norm": "gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_grad max_norm",
+    "schedule": "lr_scheduler scheduler lr_schedule sched",
+    "schedule.name": "lr_scheduler_type scheduler_type lr_scheduler_name lr_decay_style lr_schedule_type",
+    "schedule.warmup": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters",
+    "train": "trainer training training_args training_arguments",
+    "train.steps": "max_steps max_train_steps num_train_steps max_steps_per_epoch num_steps train_steps train_iters",
+    "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
+    "train.seed": "data_seed random_seed manual_seed",
+    "eval": "validation evaluation",
+    "eval.every": """
+        eval_steps evals_per_epoch val_check_interval eval_interval evaluation_interval eval_freq
+        run_val_every_n_steps eval_every""",
+    "eval.fraction": "val_set_size test_size val_size validation_split eval_fraction validation_split_percentage",
+    "eval.path": """
+        eval_dataset test_datasets validation_file eval_file validation_ds val_dataset dataset_validation eval_path
+        eval_data""",
+    "save": "checkpointing checkpointer",
+    "save.every": "save_steps saves_per_epoch checkpoint_every save_interval checkpoint_interval save_every",
+    "save.keep": "save_total_limit save_top_k keep_last_n_checkpoints max_checkpoints",
+    "run.dir": "output_dir logging_dir checkpoint_save_dir out_dir save_dir exp_dir",
+    "run.name": "run_name experiment_name wandb_name wandb_run_id exp_name",
+    "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_if_exists resume_checkpoint",
+    "run.hang_timeout": "ddp_timeout timeout",
+}
+"""For each key or group of a recipe, the names that mean the same elsewhere."""
+
+GEAR = "remove it, and set mixed_precision in the gear (accelerate_configs/*.yaml)"
+ENGINE = "remove it: the gear chooses the engine, as in accelerate launch --config_file accelerate_configs/zero3.yaml"
+LOGGED = "remove it: every step is written to metrics.jsonl and tensorboard/ in the run folder"
+ADVICE = {
+    "remove it: accumulation is computed from batch.rows, batch.micro_rows and the number of ranks": """
+        gradient_accumulation_steps accumulate_grad_batches grad_accum_steps gradient_accumulation""",
+    GEAR: "bf16 fp16 tf32 dtype torch_dtype precision mixed_precision half_precision_backend bf16_full_eval float16",
+    ENGINE: "deepspeed fsdp fsdp_config deepspeed_config strategy fsdp_transformer_layer_cls_to_wrap",
+    "remove it: the gear sets the number of processes (num_processes)": "devices num_gpus n_gpu world_size num_nodes",
+    LOGGED: """
+        report_to logging_steps log_every_n_steps logging_strategy wandb wandb_project wandb_entity use_wandb
+        log_level metric_logger wandb_watch plot_loss logging_first_step""",
+    "use schedule.warmup, with a share such as 3%": "warmup_ratio lr_warmup_fraction warmup_fraction lr_warmup_ratio",
+    "use model.quantize: nf4": """
+        load_in_4bit quantization_bit quantization bnb_4bit_quant_type quantize_base use_4bit quantization_config
+        bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization""",
+    "use model.quantize: nf4, as 8-bit weights are not trained": "load_in_8bit use_8bit",
+    "use eval.every, a number of steps": "eval_strategy evaluation_strategy do_eval",
+    "use save.every, a number of steps": "save_strategy",
+    "remove it: a model without weights has model.init: random": "from_scratch",
+    "remove it: this version trains on given answers only": "rl trainer_type beta dpo_beta loss_type reward_model",
+    "remove it: data are tokenized on all cores, once": """
+        dataset_num_proc preprocessing_num_workers dataloader_num_workers num_workers num_proc dataset_prepared_path
+        overwrite_cache dataloader_pin_memory""",
+    "remove it, and use run.resume: never": "overwrite_output_dir",
+    "remove it: runs stay on this machine, and are saved as safetensors": """
+        push_to_hub hub_model_id hub_token save_safetensors hub_strategy""",
+    "remove it: documents in a row never see each other, and are shuffled by train.seed": """
+        group_by_length shuffle shuffle_seed pad_to_sequence_len pad_to_multiple_of""",
+    "remove it: it is not needed": "do_train dataloader_drop_last remove_unused_columns use_cache",
+}
+"""What to do, for the names elsewhere that no key of a recipe equals."""
+
+LORA_4_BITS = "adapter.method: lora, with model.quantize: nf4"
+DORA_4_BITS = "adapter.method: dora, with model.quantize: nf4"
+ONLY_ADAMW = "optim.name: adamw; other optimizers are not supported"
+ONLY_NF4 = "model.quantize: nf4; 8-bit weights are not trained"
+VALUES = {
+    "adapter.method": {
+        LORA_4_BITS: "qlora q_lora lora_4bit",
+        DORA_4_BITS: "qdora",
+        "adapter.method: none": "full sft null full_finetune fft all freeze",
+        "adapter.method: lora": "peft adapter true rslora lora+ loraplus adalora loha lokr pissa olora",
+    },
+    "data.form": {
+        "data.form: instruction": "alpaca instruct alpaca_chat instructions",
+        "data.form: conversations": "sharegpt vicuna conversation",
+        "data.form: messages": "chatml openai chat chat_template chat_dataset oasst messages_format conversational",
+        "data.form: prompt": "completion prompt_completion prompt-completion input_output",
+        "data.form: text": "pretrain pretraining pt raw plain corpus language_modeling",
+    },
+    "model.quantize": {
+        "model.quantize: nf4": "4 4bit int4 fp4 bnb bnb_4bit bitsandbytes true q4 nf4_double",
+        ONLY_NF4: "8 8bit int8 bnb_8bit fp8",
+        "model.quantize: null": "false none no",
+    },
+    "model.attention": {
+        "model.attention: flash_attention_2": """
+            flash_attention flash_attn flash_attn_2 flash fa2 flash_attention_3 fa3 flash_attn_3
+            kernels-community/flash-attn2 true""",
+        "model.attention: sdpa": "xformers flex_attention flex torch memory_efficient false",
+    },
+    "model.init": {"model.init: random": "scratch from_scratch none false", "model.init: pretrained": "auto true"},
+    "optim.name": {
+        "optim.name: adamw": """
+            adam adamw_torch adamw_torch_fused adamw_hf adamw_fused adamw_apex_fused fused_adam torch.optim.adamw
+            distributed_fused_adam anyprecision adamw_anyprecision adamw_torch_xla""",
+        "optim.name: adamw_8bit": "adamw_bnb_8bit adam8bit adamw8bit bitsandbytes.optim.adamw8bit adam_8bit",
+        "optim.name: paged_adamw": "paged_adamw_32bit pagedadamw paged_adamw32bit",
+        "optim.name: paged_adamw_8bit": "pagedadamw8bit paged_adamw8bit bitsandbytes.optim.pagedadamw8bit",
+        ONLY_ADAMW: "sgd adafactor lion lion_32bit lion_8bit muon adagrad rmsprop galore_adamw lomo sophia shampoo",
+    },
+    "optim.master_weights": {
+        "optim.master_weights: fp32": "float32 float 32 full auto torch.float32 fp16 float16 half",
+        "optim.master_weights: bf16": "bfloat16 16 bf16-mixed bf16_pure torch.bfloat16",
+    },
+    "schedule.name": {
+        "schedule.name: cosine": """
+            cosineannealing cosine_with_restarts cosine_with_min_lr cosine_annealing get_cosine_schedule_with_warmup
+            cosine_with_warmup warmupcosinelr one_cycle rex""",
+        "schedule.name: linear, with schedule.warmup": "linear_with_warmup warmup_linear warmupdecaylr polynomial",
+        "schedule.name: constant": "const none fixed null",
+        "schedule.name: constant, with schedule.warmup": "constant_with_warmup warmuplr warmup warmup_stable_decay wsd",
+    },
+    "data.supervise": {
+        "data.supervise: assistant": "assistants completion completions completion_only answer answers false",
+        "data.supervise: last": "last_turn final last_assistant",
+        "data.supervise: all": "everything full true prompt inputs",
+    },
+    "data.long": {
+        "data.long: truncate": "truncation cut right left true",
+        "data.long: split": "wrap wrapped chunk chunks",
+        "data.long: drop": "skip raise filter error false",
+    },
+    "run.resume": {"run.resume: auto": "true yes", "run.resume: never": "false no null"},
+}
+"""For each key, what to write instead of a value from elsewhere. Values are in lower case."""
+
+# The key that a single value means, where it is given for a whole group.
+FIRST_KEYS = {
+    "model": "name", "adapter": "method", "data": "path", "batch": "rows", "optim": "name", "schedule": "name",
+    "train": "steps", "eval": "fraction", "save": "every", "run": "name",
+}  # fmt: skip
+
+_key_by_name = {name: key for key, names in KEYS.items() for name in names.split()}
+_advice_by_name = {name: advice for advice, names in ADVICE.items() for name in names.split()}
+
+
+def key_of(name: str) -> str | None:
+    """Return the recipe's key or group for a name from elsewhere, or None."""
+    return _key_by_name.get(_plain(name))
+
+
+def advice_on_key(name: str) -> str:
+    """Return `; ` and what to do about a name from elsewhere that no key equals, or an empty string."""
+    advice = _advice_by_name.get(_plain(name))
+    return f"; {advice}" if advice else ""
+
+
+def advice_on_value(key: str, value: object) -> str:
+    """Return `; use ` and what to write instead of this value, or an empty string."""
+    word = "null" if value is None else str(value).strip().lower()
+    found = [advice for advice, values in VALUES.get(key, {}).items() if word in values.split()]
+    return f"; use {found[0]}" if found else ""
+
+
+def _plain(name: str) -> str:
+    return name.strip().lstrip("-").lower().replace("-", "_")
