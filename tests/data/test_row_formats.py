@@ -1,6 +1,7 @@
 """Guards row formats: fields determine the format, and errors name the file, line and field of a bad row."""
 
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,6 +37,57 @@ def test_a_system_field_comes_first(tokenizer, tmp_path):
     record = {"system": "s", "instruction": "b", "output": "bye"}
     found = read(tokenizer, jsonl(tmp_path / "a.jsonl", [record]))
     assert texts(tokenizer, found)[0].startswith("<|system|>s<|end|><|user|>b")
+
+
+CHOSEN = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "bye"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "given"),
+    [
+        ({"prompt": "b", "chosen": "bye", "rejected": "no"}, "{completion: chosen}"),
+        ({"prompt": CHOSEN[:1], "chosen": CHOSEN[1:], "rejected": CHOSEN[1:]}, "{completion: chosen}"),
+        ({"prompt": "b", "chosen": CHOSEN, "rejected": CHOSEN, "score_chosen": 1.0}, "{messages: chosen}"),
+        ({"instruction": "b", "input": "", "chosen": "bye", "rejected": "no"}, "{output: chosen}"),
+        ({"chosen": "<|user|>b<|end|><|assistant|>bye", "rejected": "no"}, "{text: chosen}"),
+    ],
+)
+def test_pairs_of_answers_are_named_and_the_good_ones_can_be_trained(tokenizer, tmp_path, record, given):
+    path = jsonl(tmp_path / "pairs.jsonl", [record])
+    with pytest.raises(UserError) as caught:
+        read(tokenizer, path)
+    assert str(caught.value) == (
+        f"{path}:1: has pairs of answers (chosen, rejected); this version does not train preferences; to train on good "
+        f"answers, set data.fields='{given}'"
+    )
+    assert texts(tokenizer, read(tokenizer, path, f"data.fields={given}")) == [
+        "<|user|>b<|end|><|assistant|>bye<|end|>"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "what"),
+    [
+        ({"prompt": "b", "completion": "bye", "label": False}, "auto", "answers with a label (true, false)"),
+        ({"conversations": BYE[:1], "chosen": BYE[1], "rejected": BYE[1]}, "auto", "pairs of answers"),
+        ({"prompt": "b", "chosen": "bye", "rejected": "no"}, "prompt", "pairs of answers"),
+        ({"prompt": "b", "chosen": "bye", "rejected": "no"}, "messages", "pairs of answers"),
+    ],
+)
+def test_other_preferences_are_not_trained_either(tokenizer, tmp_path, record, form, what):
+    with pytest.raises(UserError, match=f":1: has {re.escape(what)}.*does not train preferences"):
+        read(tokenizer, jsonl(tmp_path / "a.jsonl", [record]), f"data.form={form}")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": BYE, "prompt": "b", "chosen": BYE, "rejected": BYE},
+        {"prompt": "b", "completion": "bye", "label": 1},
+    ],
+)
+def test_a_chat_with_other_fields_is_no_preference(tokenizer, tmp_path, record):
+    assert texts(tokenizer, read(tokenizer, jsonl(tmp_path / "a.jsonl", [record])))
 
 
 def test_the_format_can_be_set(tokenizer, tmp_path):

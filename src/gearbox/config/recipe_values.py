@@ -19,6 +19,14 @@ FORMS = {
     "prompt": (("prompt", "completion"), ("system", "tools")),
     "text": (("text",), ()),
 }
+TITLES = {
+    "messages": "chat messages",
+    "conversations": "ShareGPT conversations",
+    "instruction": "Alpaca instructions",
+    "prompt": "prompts with completions",
+    "text": "plain text",
+}
+PREFERENCES = ("chosen", "rejected")  # the fields of a better and a worse answer, which no format has
 TURN_FIELDS = ("role", "content", "from", "value")
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 

@@ -1,8 +1,7 @@
 """Recognise the row format (`form`) of a record, and read the record as a chat or a text.
 
 Every format gives a chat in the structure that transformers' templates expect. Turns have a role and content.
-Tool calls are {"type": "function", "function": {"name", "arguments"}}.
-Tools are {"type": "function", "function": {...}}.
+Calls are {"type": "function", "function": {"name", "arguments"}}, and tools {"type": "function", "function": {...}}.
 """
 
 from __future__ import annotations
@@ -14,19 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gearbox.config.recipe import MAX_RECORD_BYTES, Role
-from gearbox.config.recipe_values import FORMS, TURN_FIELDS
+from gearbox.config.recipe_values import FORMS, PREFERENCES, TITLES, TURN_FIELDS
 from gearbox.data.sources import JSON
 from gearbox.errors import UserError, nearest
 
 JsonObject = dict[str, JSON]
 Turn = dict[str, Any]  # role, content, and the other fields of a turn that a template reads
-TITLES = {
-    "messages": "chat messages",
-    "conversations": "ShareGPT conversations",
-    "instruction": "Alpaca instructions",
-    "prompt": "prompts with completions",
-    "text": "plain text",
-}
 CALL = "function_call"  # ShareGPT's role for a turn that calls tools
 ROLES: dict[str, Role | str] = {
     **dict.fromkeys(["system", "developer"], "system"),
@@ -80,6 +72,25 @@ def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | N
         if isinstance(record, dict) and all(fields.get(name, name) in record for name in required):
             return known
     return None
+
+
+def form_of(record: JsonObject, form: str, fields: dict[str, str | None], where: str) -> str:
+    """Return the format of a file, given its first record. Raise UserError for no known format, and for preferences."""
+    found = recognise(record, form, fields)
+    is_chat = found == "messages" and fields.get(found, found) in record  # of the question and the chosen answer
+    if {*PREFERENCES} <= record.keys() - {*fields.values()} and not is_chat:
+        what, answer = "pairs of answers (chosen, rejected)", record["chosen"]
+        single = "completion" if "prompt" in record else "output" if "instruction" in record else "text"
+        field = "messages" if isinstance(answer, list) and len(answer) > 1 else single
+        advice = f"set data.fields='{{{field}: chosen}}'"
+    elif found == "prompt" and isinstance(record.get("label"), bool):
+        what, advice = "answers with a label (true, false)", "keep the rows with true, without their label"
+    elif found is None:
+        known, names = " | ".join(", ".join(required) for required, _ in FORMS.values()), ", ".join(map(repr, record))
+        raise UserError(f"{where}: the fields {names} match no known format ({known}); map them in data.fields")
+    else:
+        return found
+    raise UserError(f"{where}: has {what}; this version does not train preferences; to train on good answers, {advice}")
 
 
 def of_field(reason: str, names: FieldNames, chat: Chat | str) -> str:
@@ -387,10 +398,3 @@ def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
             function = function | {"parameters": parameters}
         result.append({"type": "function", "function": function})
     return result
-
-
-def unrecognised(record: JsonObject, where: str) -> UserError:
-    """Return the error for a first record that matches no format."""
-    known = " | ".join(", ".join(required) for required, _ in FORMS.values())
-    fields = ", ".join(map(repr, record))
-    return UserError(f"{where}: the fields {fields} match no known format ({known}); map them in data.fields")

@@ -244,10 +244,8 @@ class _RecordReader:
             self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), []))
 
     def _names(self, origin: Origin, number: int, record: JsonObject) -> FieldNames:
-        form = row_formats.recognise(record, self.data.form, origin.fields)
-        if form is None:
-            where = f"{origin.name}:1: the header" if origin.kind == "csv" else origin.location(number)
-            raise row_formats.unrecognised(record, where)
+        where = f"{origin.name}:1: the header" if origin.kind == "csv" else origin.location(number)
+        form = row_formats.form_of(record, self.data.form, origin.fields, where)
         return FieldNames(form, origin.fields, self.data.roles)
 
 

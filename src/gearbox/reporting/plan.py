@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint.disk_space import DiskPlan
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
+from gearbox.config.recipe_values import TITLES
 from gearbox.console import styled
 from gearbox.data.batches import PackedRows
 from gearbox.data.corpus import MappedCorpus
-from gearbox.data.row_formats import TITLES
 from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
