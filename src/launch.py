@@ -17,14 +17,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gearbox.config.gear import Gear, gear_names, gear_path, load_gear
+from gearbox.config.gear import Gear, gear_names, gear_path, is_flag, load_gear
+from gearbox.config.gear_keys import BARE_FLAGS, FLAGS, SHORT_FLAGS
 from gearbox.config.job import Job
-from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe
-from gearbox.errors import UserError
+from gearbox.config.loader import keys_meant, load_recipe
+from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.errors import UserError, nearest
 from gearbox.launch import cli, supervisor
 from gearbox.launch.topology import node_from_flags
 from gearbox.training import resume
+
+# Flags of Accelerate's launcher that do not fit this command.
+OWN_FLAGS = {
+    "config_file": "the gear is the first argument; remove it",
+    "module": "this command starts src/train.py; remove it",
+    "no_python": "this command starts src/train.py; remove it",
+}
+TORCHRUN_FLAGS = {
+    "nproc_per_node": "num_processes, the number of ranks on all machines",
+    "nnodes": "num_machines",
+    "node_rank": "machine_rank",
+    "master_addr": "main_process_ip",
+    "master_port": "main_process_port",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -35,9 +50,9 @@ def main(arguments: list[str]) -> int:
             f"usage: python src/launch.py GEAR [--doctor] [RECIPE] [key.sub=value ...]; the gears are {gears}"
         )
     path = gear_path(arguments[0])
-    flags, node = node_from_flags(launcher_flags(arguments[1:]))
-    ours = [word for word in arguments[1:] if not word.startswith("--") or "." in word.partition("=")[0]]
-    recipe_path, overrides = cli.split_arguments(ours)
+    given_flags = launcher_flags(arguments[1:])
+    flags, node = node_from_flags(given_flags)
+    recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("--")])
     gear, recipe = load_both(path, flags, recipe_path, overrides)
     job = Job.of(recipe_path, recipe, gear)
     if node is None:
@@ -45,7 +60,8 @@ def main(arguments: list[str]) -> int:
     if node is not None and gear.num_processes % node.num_machines:
         raise UserError(f"--num_processes={gear.num_processes}: must be divisible by the {node.num_machines} machines")
 
-    given = [f"--config_file={path}", *(f"--{name}={value}" for name, value in flags.items())]
+    words = [f"--{name}" if name in BARE_FLAGS else f"--{name}={value}" for name, value in flags.items()]
+    given = [f"--config_file={path}", *words]
     join_seconds = recipe.run.hang_timeout + supervisor.JOIN_SECONDS
     if "--doctor" in arguments:
         code = supervisor.supervise(given, [], supervisor.DOCTOR, node=node, join_seconds=join_seconds)
@@ -55,11 +71,36 @@ def main(arguments: list[str]) -> int:
 
 
 def launcher_flags(arguments: list[str]) -> dict[str, str]:
-    """Return the Accelerate flags among the arguments, by name. Raise UserError if a flag has no value."""
-    flags = [argument for argument in arguments if argument.startswith("--") and argument != "--doctor"]
-    if bare := [flag for flag in flags if "=" not in flag]:
-        raise UserError(f"{bare[0]}: write launcher flags as {bare[0]}=VALUE")
-    return dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    """Return the flags of Accelerate's launcher among the arguments, by name. Raise UserError for any other flag."""
+    flags: dict[str, str] = {}
+    for word in arguments:
+        if not word.startswith("-") or word == "--doctor":
+            continue
+        written, equals, value = word.partition("=")
+        name = SHORT_FLAGS.get(written.removeprefix("-"), written.removeprefix("--").replace("-", "_"))
+        if problem := flag_problem(name, written, value, bool(equals)):
+            raise UserError(f"{word}: {problem}")
+        if name in flags:
+            raise UserError(f"{word}: --{name} is given twice; keep one")
+        flags[name] = value if equals else "true"
+    return flags
+
+
+def flag_problem(name: str, written: str, value: str, has_value: bool) -> str | None:
+    """Return why launch.py cannot take this flag, or None. load_gear checks the values."""
+    if name in OWN_FLAGS:
+        return OWN_FLAGS[name]
+    if name in TORCHRUN_FLAGS:
+        return f"is a flag of torchrun; use --{TORCHRUN_FLAGS[name]}"
+    if not is_flag(name):
+        if keys := [key for key in recipe_keys() if key.rpartition(".")[2] == name] or keys_meant(name):
+            return f"unknown flag; a key of the recipe has no dashes: {keys[0]}={value or 'VALUE'}"
+        return f"unknown flag{nearest(name, list(FLAGS)) or '; a key of the recipe is written as key.sub=value'}"
+    if name in BARE_FLAGS and has_value:
+        return f"takes no value; write {written}"
+    if name not in BARE_FLAGS and not has_value:
+        return f"write launcher flags as {written}=VALUE"
+    return None
 
 
 def load_both(gear_file: Path, flags: dict[str, str], recipe_file: Path, overrides: list[str]) -> tuple[Gear, Recipe]:

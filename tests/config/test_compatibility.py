@@ -101,7 +101,7 @@ def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
         check_against(gear, recipe, RECIPE, BATCH)
 
 
-def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
+def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(tmp_path):
     from transformers import PretrainedConfig
 
     from gearbox.config.compatibility import check_architecture
@@ -109,7 +109,9 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do()
     def refusal(name, flags, **changes):
         shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
         plans = {"base_model_tp_plan": {"layers.*.q_proj": "colwise"}, "base_model_pp_plan": {"layers": ()}}
-        gear = load_gear(ROOT / f"accelerate_configs/{name}.yaml", flags)
+        sizes = {key: int(size) for key, size in flags.items() if key != "num_processes"}  # pp has no flag
+        changes_to_gear = {"parallelism_config": sizes} if sizes else {}
+        gear = load_gear(written(tmp_path, name, **changes_to_gear), {k: v for k, v in flags.items() if k not in sizes})
         with pytest.raises(UserError) as caught:
             check_architecture(gear, PretrainedConfig(**shape | plans | changes))
         return str(caught.value)

@@ -1,20 +1,12 @@
 """Test that a gear contains only keys that the engines read, and numbers that agree with the recipe."""
 
-import dataclasses
-import inspect
 import json
 import re
-from importlib.util import find_spec
-from pathlib import Path
 
-import accelerate.utils.launch
 import pytest
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.launch import launch_command_parser
 
 from gearbox import ROOT
-from gearbox.config import gear
 from gearbox.config.gear import load_gear
 from gearbox.config.job import BatchPlan
 from gearbox.config.loader import load_recipe
@@ -23,28 +15,6 @@ from support.gears import written
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
-
-
-def test_known_keys_are_keys_that_accelerate_reads():
-    parsed = {action.dest for action in launch_command_parser()._actions}
-    used = set(re.findall(r"args\.(\w+)", inspect.getsource(accelerate.utils.launch)))
-    assert set(gear.TOP_KEYS) <= {field.name for field in dataclasses.fields(ClusterConfig)}
-    assert set(gear.FSDP_KEYS) <= parsed & used
-    assert set(gear.DEEPSPEED_KEYS) <= parsed & used
-    ours = {
-        "parallelism_config_pp_size",
-        "parallelism_config_pp_schedule",
-    }  # Accelerate has no pipeline parallelism for training
-    assert set(gear.PARALLELISM_KEYS) - ours <= parsed
-    assert ours & parsed == set()
-
-
-def test_known_json_keys_are_keys_that_deepspeed_reads():
-    (package,) = find_spec("deepspeed").submodule_search_locations
-    patterns = ("runtime/**/*.py", "**/*config*.py", "**/constants.py")
-    readers = {path for pattern in patterns for path in Path(package).glob(pattern)}
-    source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
-    assert [key for key in gear.ZERO_JSON_KEYS if not re.search(rf"""["']{key}["']""", source)] == []
 
 
 # Engine, ZeRO stage, data-parallel parts, and ranks that share the weights.
@@ -100,7 +70,7 @@ FSDP = {"fsdp_version": 2}
         ("single", {"num_procesess": 2}, "num_procesess: unknown key; did you mean 'num_processes'?"),
         ("fsdp", {"fsdp_config": FSDP | {"fsdp_offload_param": True}}, "did you mean 'fsdp_offload_params'?"),
         ("fsdp", {"fsdp_config": FSDP | {"fsdp_sharding_strategy": 1}},
-         "fsdp_config.fsdp_sharding_strategy: unknown key"),
+         "fsdp_config.fsdp_sharding_strategy: belongs to FSDP version 1; remove it, and use"),
         ("zero2", {"deepspeed_config": {"zero3_int_flag": True}}, "unknown key; did you mean 'zero3_init_"),
         ("fsdp", {"parallelism_config": {"parallelism_config_tp_sizes": 2}}, "did you mean 'parallelism_config_tp"),
         ("tp", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "tp_size: must be an integer >= 1"),
@@ -114,23 +84,23 @@ FSDP = {"fsdp_version": 2}
         ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
          "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}},
-         "pp_schedule: unknown '2f2b'; use 1f1b or gpipe"),
+         "pp_schedule: must be 1f1b or gpipe, found '2f2b'"),
         ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is tested only with stage 3 and"),
         ("single", {"fsdp_config": [1]}, "must be a mapping, found [1]"),
         ("fsdp", {"fsdp_config": {"fsdp_version": 1}}, "fsdp_config.fsdp_version: must be 2; version 1"),
         ("fsdp", {"fsdp_config": {}}, "fsdp_config.fsdp_version: must be 2"),
-        ("fsdp", {"use_cpu": True}, "use_cpu: true silently turns FSDP into plain data parallelism"),
-        ("zero3", {"use_cpu": True}, "use_cpu: true silently turns DEEPSPEED into plain data parallelism"),
-        ("ddp", {"mixed_precision": "fp16"}, "mixed_precision: 'fp16' is not supported; use bf16, or no for fp32"),
+        ("fsdp", {"use_cpu": True}, "use_cpu: true turns FSDP into plain data parallelism"),
+        ("zero3", {"use_cpu": True}, "use_cpu: true turns DEEPSPEED into plain data parallelism"),
+        ("ddp", {"mixed_precision": "fp16"}, "mixed_precision: must be bf16, or "),
         ("zero1", {"mixed_precision": "bf16"}, "mixed_precision: belongs in the ZeRO JSON (bf16.enabled)"),
-        ("single", {"distributed_type": "MEGATRON_LM"}, "distributed_type: 'MEGATRON_LM' is not supported"),
+        ("single", {"distributed_type": "MEGATRON_LM"}, "MULTI_GPU, FSDP or DEEPSPEED, found 'MEGATRON_LM'"),
         ("zero1", {"deepspeed_config": {}}, "deepspeed_config.deepspeed_config_file: must name a JSON"),
         ("ddp", {"num_processes": 0}, "num_processes: must be an integer >= 1, found 0"),
         ("ddp", {"num_processes": "two"}, "num_processes: must be an integer >= 1, found 'two'"),
         ("zero1", {"deepspeed_config": {"deepspeed_config_file": "/no.json"}}, "/no.json: no such file"),
         ("zero2", {"zero_json": {"optimizer": {"type": "Adam"}}}, "optimizer: is set by the recipe (optim:)"),
-        ("zero2", {"zero_json": {"scheduler": {}}}, "scheduler: is set by the recipe (schedule:); remove it"),
-        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "would ignore; did you mean 'gradient_clipping'?"),
+        ("zero2", {"zero_json": {"scheduler": {"type": "WarmupLR"}}}, "scheduler: is set by the recipe (schedule:)"),
+        ("zero2", {"zero_json": {"gradient_cliping": 1}}, "unknown key; did you mean 'gradient_clipping'?"),
         ("zero2", {"zero_json": {"fp16": {"enabled": True}}}, "fp16.enabled: is not supported; use bf16"),
         ("zero2", {"zero_json": {"communication_data_type": "bf16"}}, "communication_data_type: must be fp32"),
         ("zero2", {"zero_json": {"data_types": {}}}, "data_types.grad_accum_dtype: must be fp32"),
@@ -153,7 +123,7 @@ def test_all_mistakes_in_a_gear_are_reported_at_once(tmp_path):
 def test_launcher_flags_override_the_file():
     gear = load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"num_processes": "7", "mixed_precision": "no"})
     assert (gear.num_processes, gear.precision) == (7, "no")
-    with pytest.raises(UserError, match="mixed_precision: 'fp16' is not supported"):
+    with pytest.raises(UserError, match=r"^--mixed_precision=fp16: must be bf16, or "):
         load_gear(ROOT / "accelerate_configs" / "ddp.yaml", {"mixed_precision": "fp16"})
 
 
@@ -173,9 +143,9 @@ def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
     ("content", "expected"),
     [
         ("[1]", "must be a JSON object, found list"),
-        ('{"bf16": true, "zero_optimization": {"stage": 2}}', "bf16: must be an object, found True"),
+        ('{"bf16": true, "zero_optimization": {"stage": 2}}', "bf16: must be a mapping, found True"),
         ('{"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}', "bf16.enabled: must be true or false"),
-        ('{"zero_optimization": 3}', "zero_optimization: must be an object, found 3"),
+        ('{"zero_optimization": 3}', "zero_optimization: must be a mapping, found 3"),
         ('{"zero_optimization": {"stage": "auto"}}', "zero_optimization.stage: must be 1, 2 or 3, found 'auto'"),
         ("\xff", "invalid JSON"),
     ],
@@ -184,6 +154,7 @@ def test_json_of_the_wrong_shape_is_named(tmp_path, content, expected):
     (tmp_path / "z.json").write_bytes(content.encode("latin-1"))
     settings = {
         "distributed_type": "DEEPSPEED",
+        "num_processes": 2,
         "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "z.json")},
     }
     (tmp_path / "g.yaml").write_text(yaml.safe_dump(settings))

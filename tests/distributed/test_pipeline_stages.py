@@ -7,11 +7,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gearbox import ROOT
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.gear import load_gear
 from gearbox.distributed import pipeline_stages
 from gearbox.errors import UserError
+from support.gears import written
 from support.pipelines import FAMILIES, NARROW, load_stage, write_model
 from support.ranks import fork_ranks
 
@@ -56,8 +56,8 @@ def test_balance():
     assert pipeline_stages.balance([10] * 80, 8, before=30, after=30)[1] == 8, "the first stage has two layers fewer"
 
 
-def test_models_that_cannot_be_split_are_refused():
-    gear = load_gear(ROOT / "accelerate_configs/pp.yaml", {"num_processes": "4", "parallelism_config_pp_size": "4"})
+def test_models_that_cannot_be_split_are_refused(tmp_path):
+    gear = load_gear(written(tmp_path, "pp", num_processes=4, parallelism_config={"parallelism_config_pp_size": 4}))
     with pytest.raises(UserError, match="4 stages, but this model has 3 layers; use 3 or fewer"):
         check_architecture(gear, FAMILIES["llama, tied"])
     with pytest.raises(UserError, match=r"transformers has no pipeline plan for gpt2; use .*fsdp\.yaml"):

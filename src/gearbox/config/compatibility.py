@@ -1,24 +1,26 @@
-"""Refuse combinations that cannot run: a gear with a recipe, or a gear with a model's architecture.
+"""Refuse combinations that cannot run: degrees with ranks, a gear with a recipe or with a model's architecture.
 
-The first check needs only the files. Each refusal names the setting and the nearest one that works.
+Only the last check needs more than the files. Each refusal names the setting and the nearest one that works.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gearbox.config.gear import Gear
-from gearbox.config.loader import located
+from gearbox.config.gear_keys import DEGREES
+from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from gearbox.config.gear import Gear
     from gearbox.config.job import BatchPlan
 
 
@@ -205,3 +207,66 @@ def _does_not_divide(gear: Gear, name: str, heads: str, fitting: list[int]) -> U
         f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {heads}; "
         f"use {' or '.join(map(str, fitting))}"
     )
+
+
+def wrong_degrees(kind: str, parallelism: RawMapping, num_processes: int) -> list[tuple[str, str]]:
+    """Return the problems with the degrees of parallelism, each with its key. `kind` is distributed_type."""
+    sizes = {name: parallelism.get(f"parallelism_config_{name}_size", 1) for name in DEGREES}
+    degrees = {name: size for name, size in sizes.items() if size > 1}
+    problems = [
+        (_size_key(name), f"{kind} does not support this; distributed_type must be {' or '.join(DEGREES[name])}")
+        for name in degrees
+        if kind not in DEGREES[name]
+    ]
+    if len(joined := degrees.keys() & {"tp", "cp", "pp"}) > 1:
+        text = f"{' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP"
+        problems.append(("parallelism_config", text))
+    if problems or not degrees:
+        return problems
+    return _wrong_num_processes(kind, degrees, num_processes)
+
+
+def _size_key(name: str) -> str:
+    """Return the key of a degree of parallelism."""
+    return f"parallelism_config.parallelism_config_{name}_size"
+
+
+def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int) -> list[tuple[str, str]]:
+    """Return the reason why this number of ranks does not fit these degrees, which are all above 1."""
+    fixed = {name: size for name, size in degrees.items() if name != "dp_shard"}
+    product = math.prod(fixed.values())
+    named = " x ".join(f"{name}={size}" for name, size in fixed.items())
+    if num_processes % product:
+        near = max(1, num_processes // product) * product
+        text = f"{num_processes} ranks are not divisible by {named}; use {near} or {near + product}"
+        return [("num_processes", text)]
+    rest = num_processes // product
+    if degrees.get("dp_shard", rest) != rest:
+        text = f"{num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"
+        return [(_size_key("dp_shard"), text)]
+    if "dp_replicate" in degrees and rest * degrees.get("cp", 1) == 1:
+        text = (
+            f"{num_processes} ranks in {degrees['dp_replicate']} replicas leave one rank per replica, with nothing to "
+        )
+        return [("num_processes", f"{text}shard; use {2 * product} ranks, or accelerate_configs/ddp.yaml")]
+    if kind == "MULTI_GPU" and "tp" in degrees and rest > 1:
+        text = f"{num_processes} ranks exceed tp={degrees['tp']}; more ranks need FSDP (see fsdp_tp)"
+        return [("num_processes", text)]
+    return []
+
+
+def wrong_for_sequences(zero_path: Path, zero_json: RawMapping, parallelism: RawMapping) -> list[str]:
+    """Return the reason why sequence parallelism cannot run with this ZeRO JSON.
+
+    In stage 3 with reduce_scatter, DeepSpeed 0.19 averages gradients over all ranks. Otherwise it averages only over
+    ranks with different rows.
+    """
+    settings = zero_json["zero_optimization"]
+    if parallelism.get("parallelism_config_sp_size", 1) == 1 or (
+        settings["stage"] == 3 and settings.get("reduce_scatter", True)
+    ):
+        return []
+    return [
+        f"{zero_path}: zero_optimization: sequence parallelism is tested only with stage 3 and reduce_scatter; "
+        "otherwise DeepSpeed scales the gradients differently"
+    ]

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal
 
 from gearbox import ROOT
-from gearbox.config.loader import RawMapping, read_yaml
+from gearbox.config.compatibility import wrong_degrees, wrong_for_sequences
+from gearbox.config.gear_keys import (
+    BARE_FLAGS,
+    ENGINE_FLAGS,
+    FAMILIES,
+    FLAGS,
+    GEAR,
+    GROUPS,
+    SCHEDULES,
+    ZERO_JSON,
+    Key,
+    Table,
+    shown,
+)
+from gearbox.config.loader import RawMapping, read_text, read_yaml
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError, nearest
 
@@ -25,39 +38,6 @@ if TYPE_CHECKING:
 EngineName = Literal["single", "ddp", "fsdp", "zero", "tp", "pp"]
 # Keyed by Accelerate's distributed_type.
 ENGINES: dict[str, EngineName] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "zero"}
-
-# Keys that Accelerate 1.15 reads. tests/config/test_gear.py compares them with its launcher's parser.
-TOP_KEYS = """
-    compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
-    main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity
-    deepspeed_config fsdp_config parallelism_config downcast_bf16
-""".split()
-FSDP_KEYS = """
-    fsdp_version fsdp_offload_params fsdp_reshard_after_forward fsdp_auto_wrap_policy
-    fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
-""".split()
-DEEPSPEED_KEYS = "deepspeed_config_file deepspeed_hostfile deepspeed_multinode_launcher zero3_init_flag".split()
-# Each degree of parallelism, with the values of distributed_type that allow it. A degree is the number of ranks that
-# share one copy of something. The names are Accelerate's, except pp and pp_schedule, which Accelerate ignores.
-DEGREES = {
-    "dp_replicate": ("FSDP",),
-    "dp_shard": ("FSDP",),
-    "tp": ("MULTI_GPU", "FSDP"),
-    "sp": ("DEEPSPEED",),
-    "cp": ("FSDP",),
-    "pp": ("MULTI_GPU",),
-}
-SCHEDULES = ("1f1b", "gpipe")
-PARALLELISM_KEYS = [f"parallelism_config_{name}_size" for name in DEGREES] + ["parallelism_config_pp_schedule"]
-# Top-level keys that DeepSpeed 0.19 reads. It checks the keys inside zero_optimization itself.
-ZERO_JSON_KEYS = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping steps_per_print
-    zero_optimization bf16 fp16 communication_data_type data_types prescale_gradients gradient_predivide_factor
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown memory_breakdown dump_state
-    activation_checkpointing aio flops_profiler comms_logger checkpoint compile disable_allgather
-""".split()
-NESTED = {"fsdp_config": FSDP_KEYS, "deepspeed_config": DEEPSPEED_KEYS, "parallelism_config": PARALLELISM_KEYS}
-OWNED_BY_RECIPE = {"optimizer": "optim", "scheduler": "schedule"}
 
 
 @dataclass(frozen=True)
@@ -188,204 +168,224 @@ def gear_path(name: str) -> Path:
     return Path(name) if name.endswith(".yaml") else ROOT / "accelerate_configs" / f"{name}.yaml"
 
 
-def load_gear(path: Path, flags: dict[str, str] | None = None) -> Gear:
+def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
     """Read and check a gear. The launcher's `flags` override the file. Raise UserError with every problem."""
     flags = flags or {}
-    settings = _with_flags(read_yaml(path), flags)
-    kind, groups = settings.get("distributed_type", "NO"), _nested_groups(settings)
-    zero_path = None
-    if kind == "DEEPSPEED":
-        zero_path = _resolve(groups["deepspeed_config"].get("deepspeed_config_file"), path)
-    problems = _unknown_keys(settings) + _unsupported_settings(settings, groups, zero_path)
-    given = flags.get("num_processes", settings.get("num_processes", 1))
-    num_processes = int(str(given)) if str(given).isdigit() else 0
-    if num_processes < 1:
-        problems.append(f"num_processes: must be an integer >= 1, found {given!r}")
-    elif not problems:
-        problems += _wrong_degrees(kind, groups["parallelism_config"], num_processes)
-    problems = [f"{path}: {problem}" for problem in problems]
-    zero_json = None
-    if zero_path is not None:
+    settings, problems = _check(read_yaml(path), GEAR)
+    problems = [(name, text) for name, text in problems if _leaf(name) not in flags]
+    given, wrong_flags = read_flags(flags)
+    settings = {name: value for name, value in _with_flags(settings, given).items() if value is not None}
+    groups = {name: settings.get(name) or {} for name in GROUPS}
+    kind = settings.get("distributed_type", "NO")
+    problems += wrong_flags + _missing(settings, problems) + _wrong_engine(kind, settings, groups, given)
+    if not problems:
+        problems = wrong_degrees(kind, groups["parallelism_config"], settings.get("num_processes", 1))
+    lines = [f"{_place(name, path, flags)}: {text}" for name, text in problems]
+    zero_json = zero_path = None
+    zero = groups["deepspeed_config"]
+    if kind == "DEEPSPEED" and "deepspeed_config_file" in zero:
+        zero_path = _resolve(zero["deepspeed_config_file"], path)
         try:
             zero_json = _read_zero_json(zero_path)
-            problems += _wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
+            lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
+            if zero_json["zero_optimization"]["stage"] == 3 and _is_false(
+                groups["deepspeed_config"], "zero3_init_flag"
+            ):
+                where = _place("deepspeed_config.zero3_init_flag", path, flags)
+                lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
         except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return Gear(path, settings, zero_json, zero_path, num_processes)
+            lines.append(str(error))
+    if lines:
+        raise UserError("\n".join(lines))
+    return Gear(path, settings, zero_json, zero_path, settings.get("num_processes", 1))
 
 
-def _with_flags(settings: RawMapping, flags: dict[str, str]) -> RawMapping:
+def _leaf(name: str) -> str:
+    """Return a key without its groups."""
+    return name.rpartition(".")[2]
+
+
+def _place(name: str, path: Path, flags: Mapping[str, str]) -> str:
+    """Return where a key was set: the flag as it was given, or the file and the key."""
+    leaf = _leaf(name)
+    if leaf not in flags:
+        return f"{path}: {name}"
+    return f"--{leaf}" if leaf in BARE_FLAGS else f"--{leaf}={flags[leaf]}"
+
+
+def _is_false(settings: RawMapping, name: str) -> bool:
+    return str(settings.get(name)).lower() == "false"  # as Accelerate reads it
+
+
+def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMapping, list[tuple[str, str]]]:
+    """Return the content without its wrong keys, and a problem for each of these: its name with groups, and why."""
+    kept: RawMapping = {}
+    problems = []
+    for key, value in content.items():
+        name, known = f"{group}{key}", table.get(key)
+        if known is None:
+            problems.append((name, f"unknown key{nearest(str(key), list(table))}"))
+        elif isinstance(known, Key):
+            text = None if value is None and not group else known.problem(value)  # null at the top means absent
+            if text is not None:
+                problems.append((name, text))
+            else:
+                kept[key] = value
+        elif isinstance(value, dict):
+            kept[key], below = _check(value, known, f"{name}.")
+            problems += below
+        elif value is not None:
+            problems.append((name, f"must be a mapping, found {shown(value)}"))
+    return kept, problems
+
+
+def read_flags(flags: Mapping[str, str]) -> tuple[RawMapping, list[tuple[str, str]]]:
+    """Return the values of the launcher's flags, and a problem for each flag that is unknown or refused."""
+    values, problems = {}, []
+    for name, text in flags.items():
+        key = _flag(name)
+        if key is None:
+            problems.append((name, f"the launcher has no such flag{nearest(name, list(FLAGS))}"))
+            continue
+        values[name] = _flag_value(key, text)
+        if problem := key.problem(values[name]):
+            problems.append((name, problem))
+    return values, problems
+
+
+def _flag(name: str) -> Key | None:
+    return FLAGS.get(name, next((key for start, key in FAMILIES.items() if name.startswith(start)), None))
+
+
+def is_flag(name: str) -> bool:
+    """Return whether Accelerate's launcher has this flag."""
+    return _flag(name) is not None
+
+
+def _flag_value(key: Key, text: str) -> str | int:
+    """Return the value of a flag in the type that the key takes, or its text if it does not fit."""
+    number = int(text) if text.isdecimal() and len(text) < 20 else None
+    parsed = (text, number, {"true": True, "false": False}.get(text.lower()))
+    return next((value for value in parsed if value is not None and not key.problem(value)), text)
+
+
+def _with_flags(settings: RawMapping, given: RawMapping) -> RawMapping:
     """Return a file's settings, overridden by the launcher's flags."""
-    settings = settings | {key: flags[key] for key in ("mixed_precision",) if key in flags}
-    for group, known in NESTED.items():
-        if given := {key: yaml.safe_load(flags[key]) for key in known if key in flags}:
-            settings[group] = (settings.get(group) or {}) | given
+    settings = settings | {name: value for name, value in given.items() if name in GEAR and name not in GROUPS}
+    for group, table in GROUPS.items():
+        if overridden := {name: given[name] for name in table if name in given}:
+            settings[group] = (settings.get(group) or {}) | overridden
     return settings
 
 
-def _nested_groups(settings: RawMapping) -> dict[str, RawMapping]:
-    """Return each nested group of settings. A group that is missing or not a mapping is empty."""
-    groups = {name: settings.get(name) or {} for name in NESTED}
-    return {name: group if isinstance(group, dict) else {} for name, group in groups.items()}
+def _missing(settings: RawMapping, problems: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return a problem for each required key that the gear does not set."""
+    required = {"distributed_type": 'set it to "NO", MULTI_GPU, FSDP or DEEPSPEED'}
+    if settings.get("distributed_type", "NO") != "NO":
+        required["num_processes"] = "set it, or pass --num_processes"
+    if settings.get("distributed_type") == "FSDP":
+        required["fsdp_config.fsdp_version"] = "must be 2"
+    reported = {name for name, _ in problems}
+    found = settings.keys() | {f"fsdp_config.{name}" for name in settings.get("fsdp_config") or {}} | reported
+    return [
+        (name, f"is missing; {advice}" if "." not in name else advice)
+        for name, advice in required.items()
+        if name not in found
+    ]
 
 
-def _unknown_keys(settings: RawMapping) -> list[str]:
-    """Return a problem for each key that Accelerate does not read, with the nearest known key."""
-    problems = [f"{key}: unknown key{nearest(str(key), TOP_KEYS)}" for key in settings if key not in TOP_KEYS]
-    for group, known in NESTED.items():
-        content = settings.get(group) or {}
-        if not isinstance(content, dict):
-            problems.append(f"{group}: must be a mapping, found {content!r}")
-            continue
-        problems += [f"{group}.{key}: unknown key{nearest(str(key), known)}" for key in content if key not in known]
-    return problems
-
-
-def _unsupported_settings(settings: RawMapping, groups: dict[str, RawMapping], zero_path: Path | None) -> list[str]:
-    """Return the problems with the engine, its files and its precision."""
+def _wrong_engine(
+    kind: str, settings: RawMapping, groups: dict[str, RawMapping], given: RawMapping
+) -> list[tuple[str, str]]:
+    """Return the problems of settings and flags that do not fit this distributed_type."""
     problems = []
-    kind = settings.get("distributed_type", "NO")
-    if kind not in ENGINES:
-        hint = " (quoted, because YAML reads NO as false)" if kind is False else ""
-        problems.append(f'distributed_type: {kind!r} is not supported; use "NO"{hint}, MULTI_GPU, FSDP or DEEPSPEED')
-    if kind == "FSDP" and groups["fsdp_config"].get("fsdp_version") != 2:
-        problems.append("fsdp_config.fsdp_version: must be 2; version 1 is not supported")
+    for flag in [flag for flag, same in ENGINE_FLAGS.items() if flag in given and kind != same]:
+        problems.append(
+            (flag, f"does not fit this gear, whose distributed_type is {kind}; choose the engine by the gear")
+        )
+    if "use_parallelism_config" in given and not groups["parallelism_config"]:
+        problems.append(("use_parallelism_config", "this gear has no parallelism_config; remove it"))
     if settings.get("use_cpu") is True and kind != "NO":
         problems.append(
-            f"use_cpu: true silently turns {kind} into plain data parallelism; remove it: a CPU run does not need it"
+            (
+                "use_cpu",
+                f"true turns {kind} into plain data parallelism; remove it: a CPU run does not need it",
+            )
         )
-    if settings.get("mixed_precision", "no") not in ("no", "bf16"):
-        problems.append(f"mixed_precision: {settings['mixed_precision']!r} is not supported; use bf16, or no for fp32")
-    if kind == "DEEPSPEED" and "mixed_precision" in settings:
-        problems.append(
-            "mixed_precision: belongs in the ZeRO JSON (bf16.enabled); Accelerate allows only one of the two"
-        )
-    if kind == "DEEPSPEED" and zero_path is None:
-        problems.append("deepspeed_config.deepspeed_config_file: must name a JSON file such as ds_configs/zero3.json")
+    for group, same in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
+        if kind != same:
+            names = [f"{group}.{name}" for name in groups[group] if name in given] or [group] * bool(groups[group])
+            problems += [(name, f"is only for {same}, but distributed_type is {kind}; remove it") for name in names]
+    if kind == "NO" and (count := settings.get("num_processes", 1)) != 1:
+        problems.append(("num_processes", f'{count} ranks, but distributed_type is "NO"; use 1 rank, or the ddp gear'))
+    if kind == "DEEPSPEED":
+        problems += _wrong_zero(settings, groups["deepspeed_config"])
     return problems
 
 
-def _wrong_degrees(kind: str, parallelism: RawMapping, num_processes: int) -> list[str]:
-    """Return the problems with the degrees of parallelism, each with its key. `kind` is distributed_type."""
-    sizes = {name: parallelism.get(f"parallelism_config_{name}_size", 1) for name in DEGREES}
-    if wrong := {name: size for name, size in sizes.items() if type(size) is not int or size < 1}:
-        return [f"{_size_key(name)}: must be an integer >= 1, found {size!r}" for name, size in wrong.items()]
-    degrees = {name: size for name, size in sizes.items() if size > 1}
-    problems = [
-        f"{_size_key(name)}: {kind} does not support this; distributed_type must be {' or '.join(DEGREES[name])}"
-        for name in degrees
-        if kind not in DEGREES[name]
-    ]
-    if len(joined := degrees.keys() & {"tp", "cp", "pp"}) > 1:
+def _wrong_zero(settings: RawMapping, zero: RawMapping) -> list[tuple[str, str]]:
+    """Return the problems of a gear for ZeRO, apart from its JSON."""
+    problems = []
+    if "mixed_precision" in settings:
         problems.append(
-            f"parallelism_config: {' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP"
+            ("mixed_precision", "belongs in the ZeRO JSON (bf16.enabled); Accelerate allows only one of the two")
         )
-    schedule = parallelism.get("parallelism_config_pp_schedule", SCHEDULES[0])
-    if schedule not in SCHEDULES:
+    if "deepspeed_config_file" not in zero:
         problems.append(
-            f"parallelism_config.parallelism_config_pp_schedule: unknown {schedule!r}; use {' or '.join(SCHEDULES)}"
+            ("deepspeed_config.deepspeed_config_file", "must name a JSON file such as ds_configs/zero3.json")
         )
-    if problems or not degrees:
-        return problems
-    return _wrong_num_processes(kind, degrees, num_processes)
+    if settings.get("num_machines", 1) > 1 and zero.get("deepspeed_multinode_launcher") != "standard":
+        problems.append(("deepspeed_config.deepspeed_multinode_launcher", "must be standard for several machines"))
+    return problems
 
 
-def _size_key(name: str) -> str:
-    """Return the key of a degree of parallelism."""
-    return f"parallelism_config.parallelism_config_{name}_size"
-
-
-def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int) -> list[str]:
-    """Return the reason why this number of ranks does not fit these degrees, which are all above 1."""
-    fixed = {name: size for name, size in degrees.items() if name != "dp_shard"}
-    product = math.prod(fixed.values())
-    named = " x ".join(f"{name}={size}" for name, size in fixed.items())
-    if num_processes % product:
-        near = max(1, num_processes // product) * product
-        return [f"num_processes: {num_processes} ranks are not divisible by {named}; use {near} or {near + product}"]
-    rest = num_processes // product
-    if degrees.get("dp_shard", rest) != rest:
-        return [f"{_size_key('dp_shard')}: {num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"]
-    if "dp_replicate" in degrees and rest * degrees.get("cp", 1) == 1:
-        return [
-            f"num_processes: {num_processes} ranks in {degrees['dp_replicate']} replicas leave one rank per replica, "
-            f"with nothing to shard; use {2 * product} ranks, or accelerate_configs/ddp.yaml"
-        ]
-    if kind == "MULTI_GPU" and "tp" in degrees and rest > 1:
-        return [f"num_processes: {num_processes} ranks exceed tp={degrees['tp']}; more ranks need FSDP (see fsdp_tp)"]
-    return []
-
-
-def _wrong_for_sequences(zero_path: Path, zero_json: RawMapping, parallelism: RawMapping) -> list[str]:
-    """Return the reason why sequence parallelism cannot run with this ZeRO JSON.
-
-    In stage 3 with reduce_scatter, DeepSpeed 0.19 averages gradients over all ranks. Otherwise it averages only over
-    ranks with different rows.
-    """
-    zero = zero_json["zero_optimization"]
-    if parallelism.get("parallelism_config_sp_size", 1) == 1 or (
-        zero["stage"] == 3 and zero.get("reduce_scatter", True)
-    ):
-        return []
-    return [
-        f"{zero_path}: zero_optimization: sequence parallelism is tested only with stage 3 and reduce_scatter; "
-        "otherwise DeepSpeed scales the gradients differently"
-    ]
-
-
-def _resolve(name: str | None, gear_path: Path) -> Path | None:
-    """Return the path of a ZeRO JSON, or None if no name is given.
+def _resolve(name: str, gear_path: Path) -> Path:
+    """Return the path of a ZeRO JSON.
 
     A relative name is looked up in the working directory, as Accelerate does, then in the folder above
     accelerate_configs/.
     """
-    if not name:
-        return None
     path = Path(name)
-    return path if path.exists() or path.is_absolute() else gear_path.resolve().parent.parent / path
+    try:
+        here = path.is_absolute() or path.exists()
+    except OSError:  # the name is too long
+        here = True
+    return path if here else gear_path.resolve().parent.parent / path
 
 
 def _read_zero_json(path: Path) -> RawMapping:
     """Read and check a ZeRO JSON. Raise UserError with every problem."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> RawMapping:
+        names = [name for name, _ in pairs]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{path}: duplicate key {twice!r}; keep one")
+        return dict(pairs)
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path), object_pairs_hook=unique)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # raised for invalid UTF-8 too
+    except (ValueError, RecursionError) as error:  # ValueError is raised for invalid UTF-8 too
         raise UserError(f"{path}: invalid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a JSON object, found {type(content).__name__}")
-    problems = []
-    groups: dict[str, RawMapping] = {}
-    for key in ("bf16", "fp16", "data_types", "zero_optimization"):
-        groups[key] = content.get(key, {})
-        if not isinstance(groups[key], dict):
-            problems.append(f"{key}: must be an object, found {groups[key]!r}")
-            groups[key] = {}
-    if groups["zero_optimization"].get("stage") not in (1, 2, 3):
-        problems.append(
-            f"zero_optimization.stage: must be 1, 2 or 3, found {groups['zero_optimization'].get('stage')!r}"
-        )
-    if not isinstance(groups["bf16"].get("enabled", False), bool):
-        problems.append(f"bf16.enabled: must be true or false, found {groups['bf16']['enabled']!r}")
-    for key in content:
-        if key in OWNED_BY_RECIPE:
-            problems.append(f"{key}: is set by the recipe ({OWNED_BY_RECIPE[key]}:); remove it")
-        elif key not in ZERO_JSON_KEYS:
-            problems.append(f"{key}: unknown key, which DeepSpeed would ignore{nearest(key, ZERO_JSON_KEYS)}")
-    if groups["fp16"].get("enabled"):
-        problems.append("fp16.enabled: is not supported; use bf16")
-    if groups["bf16"].get("enabled"):
-        if content.get("communication_data_type") != "fp32":
-            problems.append("communication_data_type: must be fp32; otherwise DeepSpeed reduces the gradients in bf16")
-        if groups["data_types"].get("grad_accum_dtype") != "fp32":
-            problems.append(
-                "data_types.grad_accum_dtype: must be fp32; otherwise DeepSpeed accumulates the gradients in bf16"
-            )
+    kept, problems = _check(content, ZERO_JSON)
+    stage = "zero_optimization.stage"
+    reported = {name for name, _ in problems}
+    if "stage" not in kept.get("zero_optimization", {}) and not reported & {"zero_optimization", stage}:
+        problems.append((stage, "is missing; set it to 1, 2 or 3"))
+    for part in ("offload_optimizer", "offload_param"):
+        offload = kept.get("zero_optimization", {}).get(part, {})
+        if offload.get("device") == "nvme" and "nvme_path" not in offload:
+            problems.append((f"zero_optimization.{part}.nvme_path", "is missing; set it to a folder on a local disk"))
+    if kept.get("bf16", {}).get("enabled"):
+        for name, does in (("communication_data_type", "reduces"), ("data_types.grad_accum_dtype", "accumulates")):
+            group = kept.get("data_types", {}) if "." in name else kept
+            if _leaf(name) not in group and name not in reported:
+                problems.append((name, f"must be fp32; otherwise DeepSpeed {does} the gradients in bf16"))
     if problems:
-        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    return content
+        raise UserError("\n".join(f"{path}: {name}: {text}" for name, text in problems))
+    return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import stat
 from collections.abc import Callable, Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -38,6 +39,17 @@ DEFAULT_RECIPE = Path("recipes/tiny.yaml")
 COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
 REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
+MAX_BYTES = 2**20  # of a file of settings
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of settings. Refuse pipes and devices, which may block, and very large files."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path}: is not a regular file")
+    if status.st_size > MAX_BYTES:
+        raise UserError(f"{path}: has {status.st_size:,} bytes, but settings have at most {MAX_BYTES:,}")
+    return path.read_text(encoding="utf-8")
 
 
 def read_yaml(path: Path) -> RawMapping:
@@ -54,13 +66,14 @@ def read_yaml(path: Path) -> RawMapping:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)
+        content = yaml.load(read_text(path), UniqueKeyLoader)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         raise UserError(f"{path}: no such file{did_you_mean(near)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    # PyYAML also raises other errors, such as ValueError for a date in month 13.
+    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path}: invalid YAML: {one_line(error, None)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")

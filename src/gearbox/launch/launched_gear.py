@@ -6,14 +6,15 @@ import os
 from pathlib import Path
 
 from gearbox import ROOT
-from gearbox.config.gear import NESTED, Gear, load_gear
+from gearbox.config.gear import Gear, load_gear
+from gearbox.config.gear_keys import BARE_FLAGS, SHORT_FLAGS
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.launch.cli import split_arguments
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.processes import launcher_command
 
-LAUNCHER_FLAGS = {"config_file", "num_processes", "mixed_precision"}.union(*NESTED.values())
+LAUNCHERS = {"accelerate-launch", "accelerate.commands.launch", "launch.py"}
 
 
 def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
@@ -40,17 +41,20 @@ def find_gear() -> Gear:
         return load_gear(default, flags)
     launched = LaunchEnvironment.read()
     name = "ddp" if launched.is_elastic or launched.size != 1 else "single"
-    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", flags | {"num_processes": str(launched.size)})
+    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", {"num_processes": str(launched.size)} | flags)
 
 
 def _launcher_flags(command: list[str]) -> dict[str, str]:
-    """Return the launcher flags that override a gear's values."""
+    """Return the flags of a launcher's command line by name, up to the script. A flag without a value is "true"."""
+    names = [Path(word).name for word in command]
+    start = next((i for i, name in enumerate(names) if name in LAUNCHERS or (name == "launch" and i > 0)), 0)
+    words = iter(command[start + 1 :])
     flags = {}
-    for part, after in zip(command, [*command[1:], ""], strict=True):
-        if part.endswith(".py") and "launch" not in part:
+    for word in words:
+        if not word.startswith("-"):
             break  # the remaining arguments belong to the script
-        name, equals, value = part.removeprefix("--").partition("=")
+        name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")  # Accelerate accepts both spellings
-        if part.startswith("--") and name in LAUNCHER_FLAGS:
-            flags[name] = value if equals else after
+        name = SHORT_FLAGS.get(name, name)
+        flags[name] = value if equals else "true" if name in BARE_FLAGS else next(words, "")
     return flags

@@ -103,6 +103,8 @@ def node_from_flags(flags: dict[str, str]) -> tuple[dict[str, str], Node | None]
     rank = _number(given["machine_rank"], "machine_rank")
     if rank >= num_machines:
         raise UserError(f"--machine_rank={rank}: must be 0 to {num_machines - 1} for {num_machines} machines")
+    if names := [name for name in ("rdzv_backend", "rdzv_conf", "same_network") if name in rest]:
+        raise UserError(f"--{names[0]}: this command sets how several machines meet; remove it")
     port = _number(given["main_process_port"], "main_process_port", least=1)
     return rest, Node(num_machines, rank, str(given["main_process_ip"]), port)
 
