@@ -52,8 +52,9 @@ def main(arguments: list[str]) -> int:
     path = gear_path(arguments[0])
     given_flags = launcher_flags(arguments[1:])
     flags, node = node_from_flags(given_flags)
-    recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("--")])
-    gear, recipe = load_both(path, flags, recipe_path, overrides)
+    recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("-")])
+    machines = {} if node is None else {"num_machines": str(node.num_machines)}
+    gear, recipe = load_both(path, given_flags | flags | machines, recipe_path, overrides)
     job = Job.of(recipe_path, recipe, gear)
     if node is None:
         resume.check_early(job)
@@ -93,7 +94,7 @@ def flag_problem(name: str, written: str, value: str, has_value: bool) -> str | 
     if name in TORCHRUN_FLAGS:
         return f"is a flag of torchrun; use --{TORCHRUN_FLAGS[name]}"
     if not is_flag(name):
-        if keys := [key for key in recipe_keys() if key.rpartition(".")[2] == name] or keys_meant(name):
+        if keys := [key for key in recipe_keys() if name in (key, key.rpartition(".")[2])] or keys_meant(name):
             return f"unknown flag; a key of the recipe has no dashes: {keys[0]}={value or 'VALUE'}"
         return f"unknown flag{nearest(name, list(FLAGS)) or '; a key of the recipe is written as key.sub=value'}"
     if name in BARE_FLAGS and has_value:

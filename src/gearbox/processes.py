@@ -39,6 +39,6 @@ def launcher_process() -> psutil.Process | None:
             continue
         names = [Path(part).name for part in command[:4]]
         is_command = "accelerate-launch" in names or ("accelerate" in names and "launch" in command)
-        if is_command or "accelerate.commands.launch" in command:
+        if is_command or {"accelerate.commands.launch", "accelerate.commands.accelerate_cli"} & {*command[:4]}:
             return process
     return None

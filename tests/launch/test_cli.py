@@ -40,6 +40,7 @@ def test_a_user_error_is_printed_once_as_the_last_line(tmp_path, gear):
         ("launch.py fsdpp", "fsdpp: unknown gear; did you mean 'fsdp'?"),
         ("launch.py", "usage: python src/launch.py GEAR [--doctor] [RECIPE]"),
         ("launch.py ddp --num_processes 3", "write launcher flags as --num_processes=VALUE"),
+        ("launch.py zero2 --lr=3", "--lr=3: unknown flag; a key of the recipe has no dashes: optim.lr=3"),
         ("launch.py zero2 optim.max_grad_norm=x", "optim.max_grad_norm: input should be a valid number"),
         ("ask.py /nowhere hello", "/nowhere: contains no model"),
     ],

@@ -1,7 +1,11 @@
 """Test which gear a process finds: from the launcher's flags, or from its ranks without flags."""
 
+import re
+
 import pytest
 
+from gearbox import ROOT
+from gearbox.errors import UserError
 from gearbox.launch import launched_gear
 from gearbox.launch.launched_gear import find_gear
 
@@ -31,8 +35,53 @@ def test_without_a_launcher_the_number_of_ranks_chooses_the_gear(monkeypatch, en
         ("accelerate launch --config-file=a.yaml --num-processes=3 src/train.py", ("a.yaml", "3")),
         ("accelerate launch --config_file a.yaml src/train.py --num_processes=9", ("a.yaml", None)),
         ("python -m accelerate.commands.launch --config_file", ("", None)),
+        (
+            "/bin/accelerate launch -m --debug -t 3 --num_processes 3 --config_file a.yaml src.train",
+            ("a.yaml", "3"),
+        ),
+        (
+            "python -m accelerate.commands.accelerate_cli launch -q --config_file a.yaml src/x.py",
+            ("a.yaml", None),
+        ),
+        ("accelerate-launch --config_file launch.py --num_processes 3 src/train.py", ("launch.py", "3")),
+        (
+            "accelerate launch --main_process_ip a.py --config_file a.yaml -- a.py --num_processes 3",
+            ("a.yaml", None),
+        ),
+        ("accelerate launch --no_python --config_file a.yaml python --num_processes 3", ("a.yaml", None)),
     ],
 )
 def test_launcher_flags_are_read_in_both_spellings_and_only_before_the_script(command, flags):
     found = launched_gear._launcher_flags(command.split())
     assert (found.get("config_file"), found.get("num_processes")) == flags
+
+
+COMMANDS = {
+    "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 src/train.py":
+        "--use_fsdp: does not fit this gear, whose distributed_type is MULTI_GPU",
+    "accelerate launch --num_processes 3 --gradient_accumulation_steps 4 src/train.py":
+        "--gradient_accumulation_steps=4: follows from the recipe (batch.rows, batch.micro_rows)",
+    "accelerate launch --config_file accelerate_configs/fsdp.yaml --use_deepspeed src/train.py":
+        "--use_deepspeed: does not fit this gear, whose distributed_type is FSDP",
+    "accelerate launch --dynamo-backend inductor --num_processes 2 src/train.py":
+        "--dynamo_backend=inductor: models are not compiled; remove it",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_flag_that_the_run_would_not_honour_is_refused(monkeypatch, tmp_path, command):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launched_gear, "launcher_command", command.split)
+    with pytest.raises(UserError, match=f"^{re.escape(COMMANDS[command])}"):
+        find_gear()
+
+
+def test_a_launcher_that_starts_fewer_ranks_than_asked_is_noticed(monkeypatch, tmp_path):
+    """Without a GPU and a config file, Accelerate starts one process, whatever --num_processes is."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(launched_gear, "launcher_command", "accelerate launch --num_processes 2 src/train.py".split)
+    with pytest.raises(UserError, match=r"^--num_processes=2: 2 ranks, but distributed_type is"):
+        find_gear()

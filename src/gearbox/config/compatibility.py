@@ -99,16 +99,50 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
         if recipe.optim.name != "adamw":
             of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
     problems += [located(text, recipe, recipe_path) for text in of_recipe]
-    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-    value = os.environ.get(variable, "auto")
-    # For ZeRO gears the launcher sets the variable to auto or 1, and the filled JSON decides.
-    if gear.zero_json is None and value not in ("auto", str(batch.accumulation_steps)):
-        problems.append(
-            f"{variable}={value} is set in the environment, but {recipe_path} gives {batch.accumulation_steps}; "
-            "unset it"
-        )
+    problems += [
+        f"{name}={os.environ[name]} is set in the environment, but {text}; unset it"
+        for name, (allowed, text) in _variables(gear, recipe_path, batch).items()
+        if os.environ.get(name, "").lower() not in {"", *allowed}
+    ]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _variables(gear: Gear, recipe_path: Path, batch: BatchPlan) -> dict[str, tuple[set[str], str]]:
+    """Return the variables by which Accelerate would change a run, each with its allowed values and what decides.
+
+    Its launcher sets some of them, always to a value that is allowed here.
+    """
+    kind = gear.settings.get("distributed_type", "NO")
+    wrapping = gear.settings.get("fsdp_config") or {}
+    decides = f"{gear.path} decides that"
+    steps = batch.accumulation_steps
+    # For ZeRO gears the launcher sets the number of steps to auto or 1, and the filled JSON decides.
+    all_steps = {"1"} if gear.zero_json is not None else set()
+    variables = {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ({"auto", str(steps), *all_steps}, f"{recipe_path} gives {steps}"),
+        "ACCELERATE_GRADIENT_CLIPPING": ({"auto"}, f"optim.max_grad_norm in {recipe_path} decides that"),
+        "ACCELERATE_MIXED_PRECISION": ({"no", gear.precision}, decides),
+        "ACCELERATE_USE_FSDP": ({"false", "true"} if kind == "FSDP" else {"false"}, decides),
+        "ACCELERATE_USE_DEEPSPEED": ({"false", "true"} if kind == "DEEPSPEED" else {"false"}, decides),
+        "ACCELERATE_USE_MEGATRON_LM": ({"false"}, "Megatron-LM is not supported"),
+        "ACCELERATE_DYNAMO_BACKEND": ({"no"}, "models are not compiled"),
+        "ACCELERATE_FP8_BACKEND": ({"no"}, "fp8 is not supported"),
+        "ACCELERATE_TORCH_DEVICE": (set(), "each rank takes its own device"),
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY": ({"allgather"}, "only allgather is supported"),
+    }
+    inline = ("zero_stage", "offload_optimizer_device", "offload_param_device", "moe_layer_cls_names")
+    for name in inline if gear.zero_json is not None else ():
+        variables[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = (set(), f"{gear.zero_path} decides that")
+    if kind == "FSDP":
+        variables["FSDP_IGNORED_MODULES"] = (set(), "all modules are sharded")
+        variables["FSDP_ACTIVATION_CHECKPOINTING"] = ({"false"}, f"{recipe_path} decides that")
+        for key, name in (
+            ("auto_wrap_policy", "AUTO_WRAP_POLICY"),
+            ("transformer_layer_cls_to_wrap", "TRANSFORMER_CLS_TO_WRAP"),
+        ):
+            variables[f"FSDP_{name}"] = ({str(wrapping.get(f"fsdp_{key}", "")).lower()}, decides)
+    return variables
 
 
 def _contradictions(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> list[str]:

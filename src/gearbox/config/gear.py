@@ -174,7 +174,7 @@ def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
     settings, problems = _check(read_yaml(path), GEAR)
     problems = [(name, text) for name, text in problems if _leaf(name) not in flags]
     given, wrong_flags = read_flags(flags)
-    settings = {name: value for name, value in _with_flags(settings, given).items() if value is not None}
+    settings = _with_flags(settings, given)
     groups = {name: settings.get(name) or {} for name in GROUPS}
     kind = settings.get("distributed_type", "NO")
     problems += wrong_flags + _missing(settings, problems) + _wrong_engine(kind, settings, groups, given)
@@ -226,10 +226,9 @@ def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMappi
         if known is None:
             problems.append((name, f"unknown key{nearest(str(key), list(table))}"))
         elif isinstance(known, Key):
-            text = None if value is None and not group else known.problem(value)  # null at the top means absent
-            if text is not None:
+            if text := None if value is None and not group else known.problem(value):  # null at the top means absent
                 problems.append((name, text))
-            else:
+            elif value is not None and (known.effect != "refused" or value not in ([], {})):
                 kept[key] = value
         elif isinstance(value, dict):
             kept[key], below = _check(value, known, f"{name}.")

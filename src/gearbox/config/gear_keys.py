@@ -24,9 +24,14 @@ class Values(NamedTuple):
 INTEGER = Values("an integer >= 0", lambda value: type(value) is int and value >= 0)
 POSITIVE = Values("an integer >= 1", lambda value: type(value) is int and value >= 1)
 NUMBER = Values("a number >= 0", lambda value: type(value) in (int, float) and math.isfinite(value) and value >= 0)
+SIZE = Values("an integer >= 1, such as 5e8", lambda value: NUMBER.contains(value) and value >= 1 and value % 1 == 0)
 TRUTH = Values("true or false", lambda value: type(value) is bool)
 SPELLED = Values("true or false", lambda value: type(value) in (bool, str) and str(value).lower() in ("true", "false"))
-TEXT = Values("text", lambda value: isinstance(value, str) and value.strip() != "" and value.isprintable())
+TEXT = Values(
+    "text of 1 to 500 characters",
+    lambda value: isinstance(value, str) and value.strip() != "" and value.isprintable() and len(value) <= 500,
+)
+TEXTS = Values("a list of text", lambda value: isinstance(value, list) and all(map(TEXT.contains, value)))
 MAPPING = Values("a mapping", lambda value: isinstance(value, dict))
 ANY = Values("any value", lambda value: True)
 
@@ -280,7 +285,7 @@ OFFLOAD: Table = {
 }
 ZERO: Table = {
     "stage": honoured(choice(1, 2, 3)),
-    "offload_param": {**OFFLOAD, "buffer_size": honoured(NUMBER), "max_in_cpu": honoured(NUMBER)},
+    "offload_param": {**OFFLOAD, "buffer_size": honoured(SIZE), "max_in_cpu": honoured(SIZE)},
     "offload_optimizer": {
         **OFFLOAD,
         **dict.fromkeys(("pipeline_read", "pipeline_write", "fast_init"), honoured(TRUTH)),
@@ -297,19 +302,21 @@ ZERO: Table = {
     ),
     **dict.fromkeys(
         """allgather_bucket_size sub_group_size stage3_model_persistence_threshold stage3_max_live_parameters
-        stage3_max_reuse_distance stage3_module_granularity_threshold""".split(),
-        honoured(NUMBER),
+        stage3_max_reuse_distance""".split(),
+        honoured(SIZE),
     ),
     **dict.fromkeys(
-        "reduce_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold".split(),
-        honoured(or_auto(NUMBER), "auto follows from the model's width"),
+        ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+        honoured(or_auto(INTEGER), "auto follows from the model's width"),
     ),
     **dict.fromkeys(
         """stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save load_from_fp32_weights
         pipeline_loading_checkpoint save_muon_momentum_buffer_in_memory""".split(),
         ignored(or_auto(TRUTH), "models and checkpoints are saved without DeepSpeed"),
     ),
-    "leaf_module": honoured(MAPPING, "modules whose weights are gathered together"),
+    "reduce_bucket_size": honoured(or_auto(SIZE), "auto follows from the model's width"),
+    "leaf_module": dict.fromkeys(("classes", "names", "name_suffixes"), honoured(TEXTS, "modules gathered together")),
+    "stage3_module_granularity_threshold": honoured(INTEGER),
     "compute_grad_norm": refused("gradients are clipped by their norm; remove it", True),
     "override_module_apply": refused(NOT_USED, True),
     "zero_hpz_partition_size": refused("weights are sharded across all ranks; remove it", 1),
@@ -348,12 +355,9 @@ ZERO_JSON: Table = {
         **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), honoured(POSITIVE)),
         **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), honoured(TRUTH)),
     },
-    "flops_profiler": honoured(MAPPING, "DeepSpeed prints it"),
-    "comms_logger": honoured(MAPPING, "DeepSpeed prints it"),
-    "timers": honoured(MAPPING, "DeepSpeed prints it"),
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), honoured(TRUTH, "DeepSpeed prints it")),
+    **dict.fromkeys(("flops_profiler", "comms_logger", "timers"), honoured(MAPPING, "DeepSpeed prints it")),
+    **dict.fromkeys("wall_clock_breakdown memory_breakdown dump_state disable_python_gc".split(), honoured(TRUTH)),
     "log_level": honoured(TEXT, "of DeepSpeed"),
-    "disable_python_gc": honoured(TRUTH),
     "steps_per_print": ignored(ANY, "each step has a line of ours"),
     "checkpoint": ignored(MAPPING, "checkpoints do not depend on the engine"),
     "dataloader_drop_last": ignored(TRUTH, "DeepSpeed loads no data"),

@@ -76,6 +76,8 @@ def check_ranks(gear: Gear) -> None:
     if gear.offload == "nvme":
         _check_disk(gear)
     if not runs_on_cpu():
+        if os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("false", "0"):  # from use_cpu or --cpu
+            raise UserError(f"{gear.path}: use_cpu: this machine has GPUs; set CUDA_VISIBLE_DEVICES= (empty) instead")
         num_gpus = torch.cuda.device_count()
         if local_ranks > num_gpus:
             way_out = f"pass --num_processes {num_gpus}" if num_gpus > 1 else "use accelerate_configs/single.yaml"

@@ -51,7 +51,7 @@ def _launcher_flags(command: list[str]) -> dict[str, str]:
     words = iter(command[start + 1 :])
     flags = {}
     for word in words:
-        if not word.startswith("-"):
+        if not word.startswith("-") or word == "--":
             break  # the remaining arguments belong to the script
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")  # Accelerate accepts both spellings
