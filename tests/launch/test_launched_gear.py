@@ -79,7 +79,7 @@ def test_a_flag_that_the_run_would_not_honour_is_refused(monkeypatch, tmp_path, 
 
 
 def test_a_launcher_that_starts_fewer_ranks_than_asked_is_noticed(monkeypatch, tmp_path):
-    """Without a GPU and a config file, Accelerate starts one process, whatever --num_processes is."""
+    """Accelerate starts one process if it finds no GPU and no config file, even with --num_processes 2."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(launched_gear, "launcher_command", "accelerate launch --num_processes 2 src/train.py".split)

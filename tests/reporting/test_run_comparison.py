@@ -96,19 +96,17 @@ def test_common_faults_are_found(compare, fault):
 
 
 def test_a_failed_gear_is_reported(compare):
-    code, said = compare("single,single:2,fsdp")
+    code, said = compare("single,ring,fsdp")
     assert code == 1
     lines = {line.split()[0]: line for line in said.splitlines()[3:] if line.strip()}
-    assert "failed" in lines["single-2"] and "equal" in lines["fsdp-2"]
-    assert "single-2: accelerate_configs/single.yaml: trains on one device, but 2 ranks are running" in said.replace(
-        f"{ROOT}/", ""
-    )
+    assert "failed" in lines["ring-2"] and "equal" in lines["fsdp-2"]
+    assert "ring-2: accelerate_configs/ring.yaml: ring attention runs on GPUs only" in said.replace(f"{ROOT}/", "")
 
 
 def test_nothing_is_compared_with_a_failed_reference(compare):
-    code, said = compare("single:2,fsdp")
+    code, said = compare("ring,fsdp")
     assert code == 1
-    assert "single-2: " in said and "fsdp-2" not in said
+    assert "ring-2: " in said and "fsdp-2" not in said
 
 
 def test_a_stopped_comparison_leaves_no_checkpoints(tmp_path, monkeypatch, capsys):
@@ -205,7 +203,8 @@ def test_a_missing_checkpoint_is_not_equality(pair):
     ("arguments", "said"),
     [
         (["--gears", "single,fsdpp"], "--gears: fsdpp: unknown gear; did you mean 'fsdp'?"),
-        (["--gears", "single,ddp:many"], "num_processes: must be an integer >= 1, found 'many'"),
+        (["--gears", "single,ddp:many"], "num_processes=many: must be an integer >= 1, found 'many'"),
+        (["--gears", "single:2,fsdp"], '--num_processes=2: 2 ranks, but distributed_type is "NO"; use 1 rank'),
         (["--gears", "fsdp"], "--gears: fsdp: give two or more, such as single,fsdp"),
         (["--gears", "single,fsdp,fsdp:2"], "--gears: duplicate fsdp-2"),
         (["--geers", "single,fsdp"], "usage: python src/parity.py"),

@@ -1,7 +1,7 @@
 """Classify each key of a gear's files, and each flag of Accelerate's launcher: honoured, refused or without effect.
 
-A key is refused if its value asks for something that a run does not do. tests/config/test_gear_keys.py compares these
-tables with Accelerate's config classes and parser, and with DeepSpeed's models. docs/gear-keys.md is made from them.
+A key is refused if its value asks for something that a run does not do. The tests compare these tables with
+Accelerate's config classes and parser, and with DeepSpeed's models. The page docs/gear-keys.md is made from them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def shown(value: object) -> str:
 
 
 class Key(NamedTuple):
-    """What a key does, and which values a gear may give it."""
+    """The effect of a key, and the values that a gear may give it."""
 
     effect: Effect
     values: Values
     text: str = ""
-    """What the key does; for a refused key, who decides instead and what to do."""
+    """The meaning of the key; for a refused key, the one who decides instead, and what to do."""
 
     def problem(self, value: object) -> str | None:
         """Return why a gear may not give the key this value, or None if it may."""
