@@ -46,7 +46,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         finish.save_model(engine, data.tokenizer, run)
         if world.rank == 0:
             finish.report(plan, rows, data.tokenizer, answers, run)
-        run.write_status("done")
+        finish.end_done(run, world)
     return 0
 
 

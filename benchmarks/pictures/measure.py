@@ -23,7 +23,7 @@ from gearbox.data import batches, corpus, splits
 from gearbox.data.batches import PackedRows
 from gearbox.distributed import engine
 from gearbox.model import loading
-from gearbox.reporting import html_report, run_comparison
+from gearbox.reporting import html_report, metrics_file, run_comparison
 from pictures import records
 from support import ranks
 from support.battery import machine
@@ -202,7 +202,7 @@ def report(folder: Path, patch: pytest.MonkeyPatch, *overrides: str) -> records.
         outcome = succeeded(run(REPORT_GEAR, folder / "runs", *overrides))
     shown = json.loads((folder / "shown.json").read_text().replace(f"{folder}/", ""))
     keys = ["step", *(key for keys in html_report.CURVES.values() for key in keys)]
-    lines = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_file.read(outcome.folder / "metrics.jsonl").good
     found = [{key: float(f"{line[key]:.6g}") for key in keys if key in line} for line in lines]
     recipe = yaml.safe_load((ROOT / RECIPE).read_text())
     engines: dict[str, list[str]] = {}

@@ -27,6 +27,7 @@ RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a background thread
 SEEN_SECONDS = 75.0  # NFS and mounted object stores cache names for 60 s by default
 LOOK_SECONDS = 0.5
 CHUNK_BYTES = 16 * 2**20  # read, hashed or written at once
+MAX_SMALL_BYTES = 2**20  # of a file that people may edit, such as status.json
 
 
 def rename_problem(folder: Path) -> str:
@@ -65,26 +66,70 @@ def file_system(path: Path) -> str:
     return kind
 
 
-def sync(file: IO[bytes] | IO[str]) -> None:
-    """Flush a file to disk with fsync. File systems without fsync rely on closing the file."""
-    file.flush()
-    try:
-        os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, if the file system supports fsync on folders."""
-    handle = os.open(folder, os.O_RDONLY)
+def _fsync(handle: int) -> None:
+    """Flush an open file or folder to disk. File systems without fsync rely on closing the file."""
     try:
         os.fsync(handle)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to disk. The name of `path` itself is in the folder above it."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # the folder of another user, who has made it long ago
+        return
+    try:
+        _fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush everything in a folder to disk: files first, then the folders that name them."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def sync_names(path: Path) -> None:
+    """Flush the name of a path, and of each folder above it on its file system, to disk."""
+    path = path.resolve()
+    while not path.is_mount() and path != path.parent:
+        path = path.parent
+        sync(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, and the missing folders above it, whose names survive a power cut."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)  # other ranks may create it too
+        sync(one.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder whose content is on disk. The new name survives a power cut."""
+    old.replace(new)
+    sync(new.parent)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an empty file to write; its content is on disk afterwards."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        _fsync(file.fileno())
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file in place and flush it to disk. A kill or a power cut may truncate it."""
+    with new_file(path) as file:
+        file.write(text.encode())
 
 
 def retry_transient(work: Callable[[], Result]) -> Result:
@@ -131,46 +176,82 @@ def wait_for_path(path: Path, seconds: float) -> bool:
     return True
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Replace a small file by a rename. If renames fail, write it in place, where a kill may truncate it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        _write(aside, text)
+def append(path: Path, content: bytes) -> None:
+    """Append the complete content or nothing, without flushing it to disk. Recreate the folder if it was removed."""
+    make_folder(path.parent)
+    with path.open("ab", buffering=0) as file:
+        before, left = file.tell(), content
         try:
-            aside.replace(path)
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def aside_of(path: Path) -> Path:
+    """Return a new name in the same folder, for content that is renamed when it is complete."""
+    return path.with_name(f"{path.name}.tmp-{uuid4().hex[:8]}")
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Replace a small file by a rename. If renames fail, write it in place."""
+    aside = aside_of(path)
+    try:
+        write(aside, text)
+        try:
+            rename(aside, path)
         except OSError as error:
             if error.errno not in UNSUPPORTED | {errno.EIO}:
                 raise
-            _write(path, text)
+            write(path, text)
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
-
-
 @contextmanager
-def atomic_folder(folder: Path, aside: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which then becomes `folder` in one step: `aside` is filled and renamed.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which then becomes `folder` in one step: it is flushed to disk and renamed.
 
     If folders cannot be renamed, yield one on the local disk (TMPDIR) and copy it afterwards. Mounted object stores may
-    accept only sequential writes, and safetensors does not write sequentially.
+    accept only sequential writes, and safetensors does not write sequentially. Raise OSError if `folder` exists.
     """
-    if not rename_problem(folder.parent):
-        shutil.rmtree(aside, ignore_errors=True)
-        yield aside
-        aside.rename(folder)
+    if rename_problem(folder.parent):
+        with TemporaryDirectory() as made:
+            yield Path(made)
+            shutil.copytree(made, folder, copy_function=shutil.copyfile)
+        sync_tree(folder)
+        sync(folder.parent)
         return
-    with TemporaryDirectory() as made:
-        yield Path(made)
-        folder.mkdir()
-        for path in sorted(Path(made).rglob("*")):
-            copy = folder / path.relative_to(made)
-            copy.mkdir() if path.is_dir() else shutil.copyfile(path, copy)
+    aside = aside_of(folder)
+    aside.mkdir()
+    try:
+        yield aside
+        sync_tree(aside)
+        rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with its content, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small regular file. Raise OSError or ValueError for anything else, such as a pipe."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        content = file.read(MAX_SMALL_BYTES + 1)
+    if len(content) > MAX_SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_SMALL_BYTES:,} bytes", str(path))
+    return content.decode()
 
 
 class Lock:

@@ -6,30 +6,30 @@ import resource
 
 import pytest
 
-from gearbox.reporting import metrics
+from gearbox import filesystem
 from support.faults import STEPS
 
 
 def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_file_size):
     """Lines that cannot be written wait until they can. No line is written in part."""
-    usual, counted = metrics.append, [0]
+    usual, counted = filesystem.append, [0]
 
-    def append(path, text):
+    def append(path, content):
         counted[0] += 1
         if 3 <= counted[0] <= 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        usual(path, text)
+        usual(path, content)
 
-    monkeypatch.setattr(metrics, "append", append)
+    monkeypatch.setattr(filesystem, "append", append)
     outcome = train("single", *STEPS, "save.every=0")
     assert outcome.codes == [0], outcome.output
     problem = "metrics.jsonl cannot be written: No space left on device; keeping its lines in memory"
     assert outcome.output.count(problem) == 1
     assert [line["step"] for line in outcome.lines("loss")] == list(range(1, 9))
-    usual(tmp_path / "lines", "one\n")
+    usual(tmp_path / "lines", b"one\n")
     limit_of_file_size(8)
     with pytest.raises(OSError, match="File too large"):
-        usual(tmp_path / "lines", "another line\n")
+        usual(tmp_path / "lines", b"another line\n")
     limit_of_file_size(resource.RLIM_INFINITY)
     assert (tmp_path / "lines").read_text() == "one\n"
 

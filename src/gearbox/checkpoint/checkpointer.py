@@ -72,6 +72,9 @@ class CheckpointSource(Protocol):
 class SaveListener(Protocol):
     """A listener that every rank notifies about its saves."""
 
+    def committing(self) -> None:
+        """Flush to disk what must survive with the checkpoint. Rank 0's thread calls it, before the commit."""
+
     def saved(self, facts: SaveFacts) -> None:
         """Handle a complete checkpoint."""
 
@@ -184,7 +187,7 @@ class Checkpointer:
         name = shard_name(self.world.rank, "" if self.disk.renames else self.run_id)
 
         def write() -> ShardFacts:
-            self._aside.mkdir(parents=True, exist_ok=True)
+            filesystem.make_folder(self._aside)
             return self.staging.write(self._aside / name)
 
         return _Outcome({name: filesystem.retry_transient(write)}, socket.gethostname())
@@ -195,6 +198,7 @@ class Checkpointer:
             if not filesystem.wait_for_size(self._aside / name, facts["bytes"], seconds):
                 path = str(self._aside / name)
                 raise OSError(errno.ENOENT, "is missing or incomplete; do all machines share run.dir?", path)
+        self.listener.committing()
         filesystem.retry_transient(lambda: folders.commit(self._aside, self._folder, manifest))
         with suppress(OSError):  # the next save prunes again; this checkpoint is complete
             folders.prune(self.disk.folder, self.disk.save.keep, self.disk.renames)

@@ -28,10 +28,9 @@ def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
     """Commit shards that are on disk: write the manifest, then rename `aside` to `folder` unless they are the same."""
     if aside == folder:
         _delete_manifest(folder)  # of a corrupt checkpoint of the same step
-    with (aside / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(render_manifest(redacted(manifest.to_json())))
-        filesystem.sync(file)
-    filesystem.sync_folder(aside)
+    filesystem.write(aside / MANIFEST, render_manifest(redacted(manifest.to_json())))
+    filesystem.sync(aside)
+    filesystem.sync_names(aside)
     if aside == folder:
         for path in folder.iterdir():  # leftovers of a corrupt checkpoint
             if path.name not in {MANIFEST, *manifest.files}:
@@ -40,8 +39,7 @@ def commit(aside: Path, folder: Path, manifest: Manifest) -> None:
         return
     if os.path.lexists(folder):  # a corrupt checkpoint of the same step, which was skipped
         delete_checkpoint(folder)
-    aside.rename(folder)
-    filesystem.sync_folder(folder.parent)
+    filesystem.rename(aside, folder)
 
 
 def delete_checkpoint(folder: Path, renames: bool = True) -> None:
@@ -72,10 +70,7 @@ def _delete_manifest(folder: Path) -> None:
 def delete_unfinished(parent: Path) -> list[Path]:
     """Delete the leftovers of dead runs and return the unfinished steps. Only the holder of the run's lock calls it."""
     for leftover in parent.glob("*.tmp-*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink()
+        filesystem.remove(leftover)
     unfinished = [folder for _, folder in _folders(parent) if _is_unfinished(folder)]
     for folder in unfinished:
         with suppress(OSError):

@@ -101,12 +101,11 @@ class Staging:
         """Write the file sequentially and sync it. Return its size and digest."""
         digest = xxhash.xxh3_128()
         self.num_written = 0
-        with path.open("wb") as file:
+        with filesystem.new_file(path) as file:
             for part in self._file_content():
                 digest.update(part)
                 file.write(part)
                 self.num_written += len(part)
-            filesystem.sync(file)
         size = len(self.header) + self.num_bytes
         if self.disk is not None and (digest.hexdigest(), self.num_written) != (self.digest, size):
             raise CorruptCheckpoint("save.stage: data read from the local disk differs from the data written")

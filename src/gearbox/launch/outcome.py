@@ -22,6 +22,7 @@ EXIT_FAILED = 93  # the same command would fail again
 EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "failed": EXIT_FAILED}
 OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"
 RUN_FOLDER = "GEARBOX_RUN"
+TYPES = {"step": int, "saved_step": int, "pid": int}  # of the facts in status.json; the others are texts
 
 
 def outcome_file() -> Path | None:
@@ -48,11 +49,12 @@ def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: 
 
 
 def read_outcome(path: Path) -> dict[str, Any]:
-    """Return the JSON object that `write_outcome` wrote, or {} if it cannot be read."""
+    """Return the facts that `write_outcome` wrote, without those of another type; {} if the file cannot be read."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = dict(json.loads(filesystem.text_of(path)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
+    return {key: value for key, value in found.items() if type(value) is TYPES.get(key, str)}
 
 
 def exit_code(outcome: str) -> int:

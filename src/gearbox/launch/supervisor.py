@@ -165,11 +165,11 @@ class Supervisor:
     def _after_attempt(self, code: int, status: dict[str, Any]) -> int | None:
         """Return the exit code from the launcher's code and the ranks' outcome, or None to try again."""
         self.deadline, self.num_alone = time.monotonic() + self.join_seconds, 0
-        outcome, saved_step = status.get("outcome", ""), int(status.get("saved_step", self.saved_step))
+        outcome, saved_step = status.get("outcome", ""), status.get("saved_step", self.saved_step)
         if status.get("step"):
-            self.run_folder = status["run"]
+            self.run_folder = status.get("run", self.run_folder)
         if outcome in ("refused", "failed"):
-            print(status["text"], file=self.output or sys.stderr)
+            print(status.get("text", outcome), file=self.output or sys.stderr)
         if outcome == "saved" and code == -signal.SIGKILL and not self.signals:
             outcome = "running"  # no stop was requested: the launcher was killed, and its ranks saved
         if outcome in EXIT_CODES or self.signals:

@@ -40,7 +40,7 @@ def save(
     weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
     if not weights:
         return
-    with filesystem.atomic_folder(folder, folder.with_name(f"{folder.name}.tmp")) as aside:
+    with filesystem.atomic_folder(folder) as aside:
         if is_adapter:
             _save_adapter(model, weights, source, aside)
         else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 import transformers
@@ -56,30 +55,37 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
     exact values its fp32 masters would differ from those of other gears. The write is atomic. If another process
     finishes first, its folder is kept.
     """
-    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")  # machines may share a folder and process ids
     transformers.set_seed(seed)
     model = build(config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
     try:
-        with filesystem.atomic_folder(folder, aside) as filled:
+        with filesystem.atomic_folder(folder) as filled:
             model.save_pretrained(filled)
             tokenizer.save_pretrained(filled)
     except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
         if not folder.exists():
             raise
 
 
 def weights_of(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, run_folder: Path, world: World, num_layers: int
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    run_folder: Path,
+    world: World,
+    num_layers: int,
+    tell: Callable[[str], None],
 ) -> str:
     """Return the folder or Hub id of the initial weights. Random weights are written once, to the run's folder.
 
-    A rehearsal's model has `num_layers` layers. Every rank must call this.
+    They depend only on the recipe, so missing or damaged ones are drawn again. A rehearsal's model has `num_layers`
+    layers. Every rank must call this.
     """
     if recipe.model.init == "pretrained":
         return recipe.model.name
     base = run_folder / "base"
+    if world.rank == 0 and (problem := _problem_of(base, recipe)):
+        tell(f"{base}: {problem}; the random weights are drawn again")
+        filesystem.remove(base)
     for is_my_turn in (world.rank == 0, world.rank != 0):  # a machine without access to rank 0's folder writes its own
         if is_my_turn and not base.exists():
             config = loading.load_config(recipe.model, recipe.run.rehearse)
@@ -88,3 +94,13 @@ def weights_of(
             write_random(config, tokenizer, recipe.train.seed, base)
         world.barrier()
     return str(base)
+
+
+def _problem_of(base: Path, recipe: Recipe) -> str:
+    """Return why existing random weights cannot be loaded, or an empty string."""
+    try:
+        if base.exists():
+            loading.check_weights(str(base), recipe.model)
+    except Exception as error:  # any code of a family reads the damaged files
+        return f"cannot be loaded ({one_line(error)})"
+    return ""

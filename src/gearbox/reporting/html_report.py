@@ -5,14 +5,15 @@ The page is a single file without scripts or network access.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gearbox import filesystem
 from gearbox.redact import redact
+from gearbox.reporting import metrics_file
 
 if TYPE_CHECKING:
     from gearbox.reporting.preview import Runs
@@ -53,11 +54,11 @@ def write(
     samples: list[dict[str, str]],
 ) -> None:
     """Write folder/report.html from the arguments and folder/metrics.jsonl."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    points = metrics_file.read(folder / "metrics.jsonl").good
     sections = [
         table(facts.items()),
         "<h2>Curves</h2>",
-        f'<div class="curves">{"".join(_figures(records))}</div>',
+        f'<div class="curves">{"".join(_figures(points))}</div>',
         "<h2>Answers before and after training</h2>" if samples else "",
         *(table(sample.items()) + "<hr>" for sample in samples),
         "<h2>Training documents</h2><p>Supervised text is coloured.</p>",
@@ -70,7 +71,7 @@ def write_page(path: Path, title: str, sections: list[str]) -> None:
     """Write a page with the given HTML sections, secrets redacted."""
     head = f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>"
     page = "\n".join(['<!doctype html><html lang="en"><meta charset="utf-8">' + head, *sections]) + "</html>\n"
-    path.write_text(redact(page), encoding="utf-8")
+    filesystem.atomic_write(path, redact(page))
 
 
 def table(rows: Iterable[Iterable[str]], head: Iterable[str] = ()) -> str:
@@ -84,9 +85,9 @@ def _coloured(runs: Runs) -> str:
     return "".join(f"<{tag}>{escape(text)}</{tag}>" for text, trained in runs for tag in ["b" if trained else "span"])
 
 
-def _figures(records: list[dict[str, float]]) -> Iterator[str]:
+def _figures(points: list[dict[str, Any]]) -> Iterator[str]:
     for title, keys in CURVES.items():
-        lines = {key: [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)] for key in keys}
+        lines = {key: [(r["step"], r[key]) for r in points if isinstance(r.get(key), int | float)] for key in keys}
         lines = {key: points[:: -(-len(points) // MAX_POINTS)] for key, points in lines.items() if points}
         if lines:
             yield figure(title, lines)

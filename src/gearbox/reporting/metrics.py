@@ -22,6 +22,7 @@ from gearbox.checkpoint.train_state import StepResult, TrainState
 from gearbox.console import styled
 from gearbox.data.batches import StepBatch
 from gearbox.redact import redacted
+from gearbox.reporting import metrics_file
 
 JsonScalar = str | int | float | bool | None
 LINE_SECONDS = 10  # between two progress lines if the screen is not a terminal
@@ -40,8 +41,10 @@ class Metrics:
     A resumed run drops the earlier lines of the steps that it repeats.
     """
 
-    def __init__(self, folder: Path, screen: Console, num_steps: int, state: TrainState) -> None:
+    def __init__(self, folder: Path, screen: Console, num_steps: int, state: TrainState, saved_step: int = 0) -> None:
+        """Store the parameters. `saved_step` is the step of the folder's checkpoint, 0 without one."""
         self.folder, self.screen, self.num_steps, self.state = folder, screen, num_steps, state
+        self.saved_step = saved_step
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
         self.waiting: list[str] = []
@@ -57,7 +60,7 @@ class Metrics:
         if self.writes:
             if self.path.is_file():
                 self.idle_since = self.path.stat().st_mtime
-                drop_after(self.path, self.state.step, self.state.evaluated)
+            self._take_over()
             self._open_board(self.first_step)
             text = rich_progress.TextColumn("{task.fields[text]}")
             counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
@@ -76,6 +79,27 @@ class Metrics:
             with suppress(OSError):
                 if self.board is not None:
                     self.board.close()
+            self.sync()
+
+    def _take_over(self) -> None:
+        """Keep the lines of an earlier attempt that still count, and print how many lines are damaged or lost."""
+        if not self.idle_since and not self.saved_step:
+            return
+        kept, aside = metrics_file.drop_after(self.path, self.state.step, self.state.evaluated)
+        if kept.bad:
+            self.screen.print(f"{self.path}: damaged lines set aside in {aside.name}: {len(kept.bad)}")
+        last = max((record["step"] for record in kept.good if "rows_hash" in record), default=0)
+        if last < self.saved_step:
+            self.screen.print(f"{self.path}: the lines of steps {last + 1} to {self.saved_step} are lost")
+
+    def sync(self) -> None:
+        """Flush the lines and TensorBoard's events to disk."""
+        with suppress(OSError):  # the disk may be full; the lines wait
+            if self.path.exists():
+                filesystem.sync(self.path)
+            if (board := self.folder / "tensorboard").is_dir():
+                filesystem.sync_tree(board)
+            filesystem.sync(self.folder)
 
     def step(self, batch: StepBatch, result: StepResult, rate: float, is_spike: bool) -> None:
         """Record the optimizer step that `state` has just counted. Speeds cover the time since the previous step."""
@@ -146,7 +170,7 @@ class Metrics:
         line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
         self.waiting.append(json.dumps(redacted({"step": step, **line})) + "\n")
         try:
-            append(self.path, "".join(self.waiting))
+            filesystem.append(self.path, "".join(self.waiting).encode())
             self.waiting.clear()
         except OSError as error:
             if len(self.waiting) == 1 and not self.is_whole:
@@ -164,7 +188,7 @@ class Metrics:
         """Rewrite the file with the waiting lines appended. Object stores cannot append in place."""
         if self.waiting:
             with suppress(OSError):
-                before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+                before = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
                 filesystem.atomic_write(self.path, before + "".join(self.waiting))
                 self.waiting.clear()
                 self.is_whole = True
@@ -177,32 +201,6 @@ class Metrics:
             self.board = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
 
 
-def append(path: Path, text: str) -> None:
-    """Append the complete text or nothing. Recreate the folder if it was removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        before, left = file.tell(), text.encode()
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            file.truncate(before)
-            raise
-
-
 def _is_odd(number: JsonScalar) -> bool:
     """Return True for infinity and NaN, which are not JSON."""
     return isinstance(number, float) and not math.isfinite(number)
-
-
-def drop_after(path: Path, step: int, evaluated: int) -> None:
-    """Drop the lines after `step` and the evaluations after `evaluated`, which are run again. Atomic."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # truncated when the run was killed
-            continue
-        if record["step"] <= step and ("eval_loss" not in record or record["step"] <= evaluated):
-            kept.append(line + "\n")
-    filesystem.atomic_write(path, "".join(kept))

@@ -16,7 +16,6 @@ Moments               Root mean square difference in the parameter that differs 
 from __future__ import annotations
 
 import html
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from rich.table import Table
 
 from gearbox.checkpoint import manifest, shards
 from gearbox.errors import UserError
-from gearbox.reporting import html_report
+from gearbox.reporting import html_report, metrics_file
 
 QUANTITIES = ("loss", "gradient norm", "weights", "moments")
 # Tolerances by precision. We measured 20 steps of ddp, fsdp, zero2 and zero3 on CPUs, with full fine-tuning, LoRA and
@@ -115,6 +114,8 @@ def compare(reference: Path, other: Path) -> list[Difference]:
     steps, reference_steps = read_steps(other), read_steps(reference)
     if len(steps) != len(reference_steps):
         raise UserError(f"{other}: has {len(steps)} steps, but {reference} has {len(reference_steps)}")
+    if [line["step"] for line in steps] != [line["step"] for line in reference_steps]:
+        raise UserError(f"{other}: metrics.jsonl lacks steps that the one of {reference} has; run it again")
     differences, sum_of_rates = [], 0.0
     for line, expected in zip(steps, reference_steps, strict=True):
         step = int(expected["step"])
@@ -134,9 +135,14 @@ def compare(reference: Path, other: Path) -> list[Difference]:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """Return the record of each training step in metrics.jsonl."""
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "rows_hash" in line]
+    """Return the record of each training step in metrics.jsonl. Skip damaged ones."""
+    return [record for record in metrics_file.read(run / "metrics.jsonl").good if _is_step(record)]
+
+
+def _is_step(record: dict[str, Any]) -> bool:
+    loss, norm = record.get("loss", ""), record.get("grad_norm", "")  # None means that it was not finite
+    is_numeric = all(number is None or isinstance(number, int | float) for number in (loss, norm))
+    return "rows_hash" in record and is_numeric and isinstance(record.get("lr"), int | float)
 
 
 def table(compared: list[Compared], tolerances: dict[str, float]) -> Table:

@@ -28,10 +28,14 @@ NUM_SHOWN_DOCUMENTS = 5  # in the report
 def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
     """End a run that was asked to stop: report the step that it resumes from. Return the exit code."""
     watchdog.disarm()
-    text = f"stopped at step {run.state.step}; run the same command to resume from step {run.saved_step}"
+    step, saved_step = run.state.step, run.saved_step
+    is_saved = step == saved_step
+    after = f"stopped at step {step}" if is_saved else f"stopped at step {step}, which could not be saved"
+    text = f"{after}; run the same command to resume from step {saved_step}"
     world.barrier()
     run.write_status("saved", text)
-    world.screen.print(styled(("saved", "bold green"), f": {text}"))
+    word = styled(("saved", "bold green") if is_saved else ("not saved", "bold red"), f": {text}")
+    world.screen.print(word)
     return exit_code("saved")
 
 
@@ -72,7 +76,12 @@ def report(
     reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
     screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
-    screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}"))
+
+
+def end_done(run: Run, world: ProcessGroup) -> None:
+    """Record that the run is done, and then print it. Every rank calls it, rank 0 when all files are on disk."""
+    run.write_status("done")
+    world.screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}"))
 
 
 def ask_saved(folder: Path, question: str, trust_remote_code: bool) -> str:

@@ -56,6 +56,10 @@ class SaveReport:
     metrics: Metrics
     watchdog: Watchdog
 
+    def committing(self) -> None:
+        """Flush the metrics of the checkpoint's steps to disk."""
+        self.metrics.sync()
+
     def saved(self, facts: SaveFacts) -> None:
         """Record a complete checkpoint."""
         self.metrics.save(facts)
@@ -83,7 +87,7 @@ class Outputs:
 @contextmanager
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
-    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state) as metrics:
+    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step) as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from gearbox.checkpoint import folders
 from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
@@ -25,6 +24,7 @@ from gearbox.errors import UserError
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redacted
+from gearbox.training import leftovers
 
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
@@ -101,20 +101,23 @@ def is_to_continue(folder: Path, recipe: Recipe, is_restart: bool) -> bool:
     `auto` and a checkpoint's path continue the same run if it is unfinished. `latest` continues every run: raise
     UserError if it has ended without a checkpoint. `never` continues only its own run after a restart.
     """
-    status, resume = outcome.read_outcome(folder / "status.json"), recipe.run.resume
-    is_done, has_checkpoints = status.get("outcome") == "done", bool(folders.list_checkpoints(folder / "checkpoints"))
+    status, resume = outcome.read_outcome(folder / "status.json").get("outcome"), recipe.run.resume
+    has_checkpoints = bool(folders.list_checkpoints(folder / "checkpoints"))
+    is_done = status == "done" and not (has_checkpoints and leftovers.is_model_damaged(folder))
     if resume == "latest":
         if is_done and not has_checkpoints:
             raise UserError(
                 f"run.resume: latest, but {folder} is done and has no checkpoint to resume from; use run.resume=never"
             )
         return True
-    if (resume == "never" and not is_restart) or is_done or (not status and not has_checkpoints):
+    if (resume == "never" and not is_restart) or is_done:
         return False
+    if status is None and not has_checkpoints:
+        return leftovers.is_untouched(folder)  # a kill or a power cut ended its first start
     saved = _resolved(folder)
     if resume not in RESUME and _flat(saved).get("run.resume") != resume:
         return False
-    return has_checkpoints or is_restart or (status.get("outcome") != "failed" and not differences(saved, recipe))
+    return has_checkpoints or is_restart or (status != "failed" and not differences(saved, recipe))
 
 
 def checkpoint_source(recipe: Recipe, folder: Path) -> Path:
@@ -155,10 +158,10 @@ def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(yaml.safe_load((folder / "resolved.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
-        return {}
+    """Return the recipe of a run, from its newest manifest if resolved.yaml is missing or damaged."""
+    manifests = (_manifest(path) for _, path in folders.list_checkpoints(folder / "checkpoints"))
+    from_manifest = (manifest.recipe for manifest in manifests if manifest is not None)
+    return leftovers.read_recipe(folder / "resolved.yaml") or next(from_manifest, {})
 
 
 def _manifest(folder: Path) -> Manifest | None:

@@ -32,7 +32,7 @@ from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
 from gearbox.redact import redact, redacted
-from gearbox.training import resume
+from gearbox.training import leftovers, resume
 from gearbox.world import World
 
 LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
@@ -114,7 +114,7 @@ class Run:
         """Write the dropped documents, each with its reason, to dropped.jsonl. Only rank 0 calls it."""
         if dropped:
             lines = [json.dumps({"place": entry.location, "reason": entry.reason}) for entry in dropped]
-            (self.folder / "dropped.jsonl").write_text(redact("".join(f"{line}\n" for line in lines)), encoding="utf-8")
+            filesystem.atomic_write(self.folder / "dropped.jsonl", redact("".join(f"{line}\n" for line in lines)))
 
     def write_status(self, status: str, text: str = "") -> None:
         """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""
@@ -168,8 +168,7 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
         _check_all_see(run.folder, world)
         source = resume.checkpoint_source(recipe, run.folder)
         _find_checkpoint(run, source, recipe, world, tell)
-        for lock in locks:
-            _tidy_up(run, recipe, lock, tell)
+        world.decide(lambda: _tidy_up(run, recipe, locks[0], tell))
         yield run
     except BaseException as found:
         if run.has_begun and isinstance(found, UserError):
@@ -190,18 +189,28 @@ def _check_all_see(folder: Path, world: World) -> None:
 
 
 def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[str], None]) -> None:
-    """Delete the leftovers of a dead run, and write the resolved recipe. Only the lock's holder calls it."""
+    """Mend or delete what an earlier attempt left, and write the resolved recipe. Only the lock's holder calls it."""
     if lock.problem:
         tell(f"{run.folder}: cannot be locked ({lock.problem}); make sure that no other run uses this run.name")
-    for folder in folders.delete_unfinished(run.checkpoints):
-        tell(f"{folder}: removed unfinished checkpoint")
-    for leftover in run.hang_folder.glob("*.txt"):  # empty if the rank was killed; the others contain a stack
-        if not leftover.stat().st_size:
-            leftover.unlink()
-    resolved = yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False)
-    (run.folder / "resolved.yaml").write_text(resolved, encoding="utf-8")
-    if run.checkpoint is None:
-        run.write_status("running")
+    try:
+        for folder in folders.delete_unfinished(run.checkpoints):
+            tell(f"{folder}: removed unfinished checkpoint")
+        for leftover in run.hang_folder.glob("*.txt"):  # empty if the rank was killed; the others contain a stack
+            if leftover.is_file() and not leftover.stat().st_size:
+                leftover.unlink()
+        leftovers.mend(run.folder, tell)
+        resolved, status = run.folder / "resolved.yaml", run.folder / "status.json"
+        is_known = bool(outcome.read_outcome(status))
+        if run.saved_step:
+            for path in [resolved] * (not leftovers.read_recipe(resolved)) + [status] * (not is_known):
+                tell(f"{path}: was missing or damaged; it is written again from {run.checkpoint}")
+        filesystem.atomic_write(resolved, yaml.safe_dump(redacted(recipe.model_dump(mode="json")), sort_keys=False))
+        if run.checkpoint is None or not is_known:
+            run.write_status("running")
+        filesystem.sync(run.folder)
+        filesystem.sync_names(run.folder)  # last: after a power cut the folder is complete or absent
+    except OSError as error:
+        raise UserError(f"run.dir: {run.folder} cannot be written: {error.strerror}") from None
 
 
 def versions() -> dict[str, str]:
@@ -213,7 +222,7 @@ def versions() -> dict[str, str]:
 def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Path, bool, filesystem.Lock]:
     """Return the run's folder, whether it is new, and its lock. A restarting launcher passes `requested`."""
     parent = Path(recipe.run.dir)
-    parent.mkdir(parents=True, exist_ok=True)
+    filesystem.make_folder(parent)
     is_restart = LaunchEnvironment.read().restart_count > 0
     if requested is not None:
         return (folder := Path(requested)), False, _lock(folder)
@@ -239,10 +248,13 @@ def _create_folder(parent: Path, name: str) -> Path:
         with suppress(FileExistsError):  # another process created it first
             folder.mkdir()
             return folder
+        if not folder.is_dir():
+            raise UserError(f"run.dir: {folder} is not a folder; move it away, or choose another run.name")
 
 
 def _lock(folder: Path) -> filesystem.Lock:
     """Lock the folder, since two runs would overwrite each other. The lock ends with its process."""
+    leftovers.check_kinds(folder)
     lock = filesystem.Lock(folder / "lock", LOCK_SECONDS)
     if lock.is_taken:
         owner = outcome.read_outcome(folder / "status.json")

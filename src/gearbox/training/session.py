@@ -107,7 +107,8 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
 def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) -> Engine:
     """Load the model, and wrap model and optimizer for the gear's engine."""
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
-    source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers=max(2, gear.degree("pp")))
+    num_layers = max(2, gear.degree("pp"))
+    source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers, world.screen.print)
     config = loading.architecture(source, recipe.model)
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     num_positions = probes.num_positions(config)

@@ -1,0 +1,70 @@
+"""Read metrics.jsonl, one JSON object per line, and set the lines aside that are damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gearbox import filesystem
+
+MAX_LINE_BYTES = 2**20  # a longer line is not one of ours; it counts as several bad lines
+MAX_STEP = 2**53  # larger numbers are not exact as floats
+
+
+@dataclass
+class Records:
+    """The content of a metrics.jsonl."""
+
+    good: list[dict[str, Any]] = field(default_factory=list)
+    """The records in order. Each has a step."""
+    bad: list[bytes] = field(default_factory=list)
+    """The lines that are not records, with their line ends."""
+
+
+def read(path: Path) -> Records:
+    """Return the records of a metrics.jsonl, none if it is missing or not a regular file."""
+    records = Records()
+    if path.is_file():
+        for line in _lines(path):
+            record = parse(line)
+            if record is not None:
+                records.good.append(record)
+            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:  # else it was cut off by a kill
+                records.bad.append(line)
+    return records
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with suppress(OSError), path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if the line is damaged: an object with a step and numbers of usual size."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    numbers = [number for number in record.values() if isinstance(number, int)]
+    return record if record["step"] >= 0 and all(abs(number) < MAX_STEP for number in numbers) else None
+
+
+def drop_after(path: Path, step: int, evaluated: int) -> tuple[Records, Path]:
+    """Drop the records after `step` and the evaluations after `evaluated`, which are run again. Atomic.
+
+    Bad lines are appended to another file first. Return what was kept, the bad lines, and the other file.
+    """
+    found, aside = read(path), path.with_name(f"{path.name}.bad")
+    kept = [r for r in found.good if r["step"] <= step and ("eval_loss" not in r or r["step"] <= evaluated)]
+    if found.bad:
+        filesystem.append(aside, b"".join(found.bad))
+        filesystem.sync(aside)
+    filesystem.atomic_write(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return Records(kept, found.bad), aside
