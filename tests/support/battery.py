@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from gearbox import ROOT
 from gearbox.checkpoint import folders
-from support import environment, ledger  # noqa: F401  sets the environment and working folder of the runs
+from support import environment, ledger, power  # noqa: F401  sets the environment and working folder of the runs
 from support.disturbed_run import SMALL, WORK, Run, balanced, reference
 
 RESULTS = WORK / "results.json"
@@ -276,6 +276,35 @@ def folder_removed(draw: random.Random, times: int) -> tuple[list[str], dict]:
     shutil.rmtree(run.folder, ignore_errors=True)
     found = balanced(run)
     return found + ([] if (run.folder / "model").is_dir() else ["no model"]), {}
+
+
+@fault(12, "the same command resumes; done stays done, with the same model; step ledgers match")
+def cut_the_power(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """Cut the power of a disk that loses what was not synced: at random changes of a run, and when it prints done."""
+    if reason := power.missing():
+        return [reason], {}
+    work = WORK / "power"
+    shutil.rmtree(work, ignore_errors=True)
+    steps, found, steps_at_cut = str(10 * times), [], []
+    run = Run("power", runs=str(work / "mount"), train__steps=steps)
+    is_done = lambda: "done: model saved" in run.output  # noqa: E731
+    for number in range(times + 1):
+        cut_at = draw.randint(1, 250) if number < times else 0
+        with power.mounted(work, work / "mount", cut_at) as disk:
+            run.start()
+            run.until(lambda disk=disk: disk.poll() is not None or is_done(), 400)
+            disk.terminate()
+            disk.wait()
+            run.kill_all()
+            run.process.wait()
+            found += [f"cut {number}: {each}" for each in run.left()]
+        power.cut_and_restore(work, draw if number % 2 else None)
+        steps_at_cut.append(run.step)
+        if is_done():
+            break
+    expected = reference(train__steps=steps)
+    found += run.problems(expected) + power.problems(work / "disk" / "power", expected.folder)
+    return found, {"steps_at_cut": steps_at_cut}
 
 
 @fault(25, "same final weights as the undisturbed run; step ledgers match")

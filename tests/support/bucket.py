@@ -269,13 +269,12 @@ class Bucket:
         return self.forget(source)
 
 
-def mount(folder: Path, mountpoint: Path, behaviour: Behaviour) -> int:
+def mount(mountpoint: Path, kind: str, source: str = "bucket") -> int:
     """Mount, and return the device's file descriptor; do not serve yet. Raise OSError if the mount fails."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     libc = ctypes.CDLL(None, use_errno=True)
-    kind = f"fuse.{behaviour.kind}" if behaviour.kind else "fuse"
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
-    if libc.mount(b"bucket", bytes(mountpoint), kind.encode(), 0, options.encode()):
+    if libc.mount(source.encode(), bytes(mountpoint), kind.encode(), 0, options.encode()):
         raise OSError(ctypes.get_errno(), "mount")
     return device
 
@@ -316,6 +315,6 @@ def missing() -> str:
 if __name__ == "__main__":
     given, where, asked = sys.argv[1:]
     ways = Behaviour(**json.loads(asked))
-    handle = mount(Path(given), Path(where), ways)
+    handle = mount(Path(where), f"fuse.{ways.kind}" if ways.kind else "fuse")
     print("mounted", flush=True)
     Bucket(Path(given), ways).serve(handle)

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from gearbox import filesystem
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
 from gearbox.data import chat_rendering, loss_mask, row_formats, sources, tokenization
@@ -45,7 +46,7 @@ class MappedCorpus:
     def __init__(self, folder: Path, origins: list[Origin]) -> None:
         import datasets
 
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        about = json.loads((folder / tokenization.ABOUT).read_text(encoding="utf-8"))
         self.origins = origins
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
         self.bad = [UnusableRecord(*entry) for entry in about["bad"]]
@@ -53,7 +54,7 @@ class MappedCorpus:
         self.digest: str = about["digest"]
         self.key = folder.name
         """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
-        table = datasets.Dataset.from_file(str(folder / "documents.arrow")).data
+        table = datasets.Dataset.from_file(str(folder / tokenization.DOCUMENTS)).data
         self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
         self.targets: NDArray[np.int32] = table.column("targets").to_numpy()
         self.hashes: NDArray[np.uint64] = table.column("hash").to_numpy()
@@ -129,8 +130,8 @@ def load_or_build(
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "gearbox" / key
     launcher, started = os.getppid(), time.monotonic()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        while not folder.exists():
+        filesystem.make_folder(folder.parent)
+        while not tokenization.is_whole(folder):
             if os.getppid() != launcher:
                 raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
             if not is_builder and time.monotonic() - started < BUILDER_FIRST_SECONDS:
@@ -138,7 +139,9 @@ def load_or_build(
                 continue
             try:
                 with FileLock(f"{folder}.lock", timeout=1):
-                    if not folder.exists():
+                    if not tokenization.is_whole(folder):
+                        if folder.exists():
+                            tell(f"{folder}: is damaged; the documents are tokenized again")
                         tokenization.build_corpus(folder, origins, stamps, data, chat_tokenizer, tell)
             except Timeout:
                 pass  # another process is building it

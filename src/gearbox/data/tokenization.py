@@ -6,7 +6,6 @@ import gc
 import heapq
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import xxhash
 
-from gearbox import processes
+from gearbox import filesystem, processes
 from gearbox.config.recipe import Data
 from gearbox.data import loss_mask, row_formats
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
@@ -39,6 +38,7 @@ BATCH_DOCUMENTS = 64
 NO_NAMES = FieldNames("text", {}, {})  # for records before the first object, which are rejected before names matter
 NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
 PROGRESS_SECONDS = 10  # between two progress messages
+DOCUMENTS, ABOUT = "documents.arrow", "about.json"
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ def build_corpus(
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
 
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a builder that was killed; no other builder can be running
+    for left in (folder, partial := folder.with_name(f"{folder.name}.partial")):
+        filesystem.remove(left)  # damaged, or left by a builder that was killed; no other builder can be running
     partial.mkdir()
     reader = _RecordReader(origins, data)
     collected = _Collector(origins, stop_on_bad=data.on_bad_row == "stop")
     started = last_told = time.perf_counter()
     try:
-        with ArrowWriter(path=str(partial / "documents.arrow"), features=_features()) as writer:
+        with ArrowWriter(path=str(partial / DOCUMENTS), features=_features()) as writer:
             for outcome in _tokenize_in_order(_BatchTokenizer(tokenizer), reader.batches()):
                 collected.add(outcome)
                 if len(outcome.table):
@@ -205,12 +205,23 @@ def build_corpus(
         for origin, stamp in zip(origins, stamps, strict=True):
             if origin.stamp() != stamp:
                 raise UserError(f"{origin.name}: changed while it was being read; run again when it is complete")
-        (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
-        partial.rename(folder)
+        about["bytes"] = (partial / DOCUMENTS).stat().st_size
+        filesystem.write(partial / ABOUT, json.dumps(about))
+        filesystem.sync_tree(partial)
+        filesystem.rename(partial, folder)
         seconds = time.perf_counter() - started
         tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        filesystem.remove(partial)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return True if the folder has all documents that `build_corpus` wrote."""
+    try:
+        num_bytes = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["bytes"]
+        return bool((folder / DOCUMENTS).stat().st_size == num_bytes)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 class _RecordReader:
