@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gearbox import ROOT
+from gearbox import ROOT, filesystem
 from gearbox.errors import UserError
 from gearbox.launch import cli
 
@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
         partial = FOLDER.with_name(f"{FOLDER.name}.tmp")
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        partial.rename(FOLDER)
+        filesystem.sync_tree(partial)
+        filesystem.rename(partial, FOLDER)
     print(f"{FOLDER} is ready: {sum(p.numel() for p in model.parameters()):,} weights")
 
 

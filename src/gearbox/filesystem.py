@@ -27,7 +27,7 @@ RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a background thread
 SEEN_SECONDS = 75.0  # NFS and mounted object stores cache names for 60 s by default
 LOOK_SECONDS = 0.5
 CHUNK_BYTES = 16 * 2**20  # read, hashed or written at once
-MAX_SMALL_BYTES = 2**20  # of a file that people may edit, such as status.json
+MAX_SMALL_BYTES = 2**18  # of a file that people may edit, such as status.json
 
 
 def rename_problem(folder: Path) -> str:

@@ -280,19 +280,24 @@ def folder_removed(draw: random.Random, times: int) -> tuple[list[str], dict]:
 
 @fault(12, "the same command resumes; done stays done, with the same model; step ledgers match")
 def cut_the_power(draw: random.Random, times: int) -> tuple[list[str], dict]:
-    """Cut the power of a disk that loses what was not synced: at random changes of a run, and when it prints done."""
+    """Cut the power of a disk that loses what was not synced: anywhere in a run, after its last step, at its end."""
     if reason := power.missing():
         return [reason], {}
     work = WORK / "power"
     shutil.rmtree(work, ignore_errors=True)
     steps, found, steps_at_cut = str(10 * times), [], []
     run = Run("power", runs=str(work / "mount"), train__steps=steps)
+    expected = reference(train__steps=steps)
     is_done = lambda: "done: model saved" in run.output  # noqa: E731
     for number in range(times + 1):
-        cut_at = draw.randint(1, 250) if number < times else 0
-        with power.mounted(work, work / "mount", cut_at) as disk:
+        is_late = number > times * 2 // 3
+        with power.mounted(work, work / "mount", 0 if is_late else draw.randint(1, 250)) as disk:
             run.start()
-            run.until(lambda disk=disk: disk.poll() is not None or is_done(), 400)
+            is_cut = lambda disk=disk: disk.poll() is not None  # noqa: E731
+            if is_late and number < times and run.until(lambda: run.step >= run.num_steps, 400):
+                time.sleep(draw.uniform(0, 1))  # saves the checkpoint, the model, the report
+            else:
+                run.until(lambda is_cut=is_cut: is_cut() or is_done(), 400)
             disk.terminate()
             disk.wait()
             run.kill_all()
@@ -302,7 +307,6 @@ def cut_the_power(draw: random.Random, times: int) -> tuple[list[str], dict]:
         steps_at_cut.append(run.step)
         if is_done():
             break
-    expected = reference(train__steps=steps)
     found += run.problems(expected) + power.problems(work / "disk" / "power", expected.folder)
     return found, {"steps_at_cut": steps_at_cut}
 

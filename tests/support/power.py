@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import stat
 import struct
 import subprocess
 import sys
@@ -40,7 +39,7 @@ class Disk(bucket.Bucket):
         self.names: dict[int, dict[str, int]] = {}
         """The surviving names in each folder, by its number."""
         self.num_changes, self.changers = 0, set()
-        for path in sorted(folder.rglob("*"), reverse=True) + [folder]:  # what was there before is durable
+        for path in [*sorted(folder.rglob("*"), reverse=True), folder]:  # what was there before is durable
             self.sync(path)
 
     def number(self, path: Path) -> int:
@@ -100,7 +99,7 @@ class Disk(bucket.Bucket):
         old, new = body[8:].split(b"\0")[:2]
         source = bucket.join(path, old.decode())
         target = bucket.join(self.paths[struct.unpack_from("<Q", body)[0]], new.decode())
-        os.rename(self.at(source), self.at(target))
+        self.at(source).rename(self.at(target))
         self.forget(target)
         for node, known in self.paths.items():
             if known == source or known.startswith(f"{source}/"):

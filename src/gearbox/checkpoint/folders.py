@@ -48,7 +48,7 @@ def delete_checkpoint(folder: Path, renames: bool = True) -> None:
     aside = folder.with_name(f"{folder.name}.tmp-removed-{time.time_ns()}")
     if renames:
         with suppress(OSError):  # an overlay refuses to rename folders of its lower layer
-            folder.rename(aside)
+            filesystem.rename(folder, aside)
             folder = aside
     delete_folder(folder)
 
