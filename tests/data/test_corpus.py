@@ -39,6 +39,21 @@ def test_tokenized_data_is_not_tokenized_again(tokenizer, tmp_path, monkeypatch)
     assert renamed.location(2) == f"{moved}:3"
 
 
+@pytest.mark.parametrize("name", [tokenization.DOCUMENTS, tokenization.ABOUT])
+@pytest.mark.parametrize("damage", ["empty", "shorter", "missing"])
+def test_a_damaged_cache_is_built_again(tokenizer, tmp_path, monkeypatch, name, damage):
+    counts = count_encoded(monkeypatch)
+    path = jsonl(tmp_path / "a.jsonl", GOOD)
+    first = read(tokenizer, path)
+    (file,) = (tmp_path / "cache").rglob(name)
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[: len(content) // 2] if damage == "shorter" else b"")
+    assert texts(tokenizer, read(tokenizer, path)) == texts(tokenizer, first)
+    assert counts == [3, 3]
+
+
 @pytest.mark.parametrize("change", ["content", "supervise", "supplied", "template", "special", *corpus.MODULES])
 def test_any_change_that_affects_tokens_rebuilds_them(tokenizer, tmp_path, monkeypatch, change):
     counts = count_encoded(monkeypatch)

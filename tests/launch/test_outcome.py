@@ -19,3 +19,10 @@ def test_status_is_written_in_place_where_it_cannot_be_replaced(mounted, capsys)
             assert read_outcome(runs / "status.json")["outcome"] == outcome
         assert [path.name for path in runs.iterdir()] == ["status.json"]
     assert capsys.readouterr().err == ""
+
+
+def test_facts_of_another_type_are_passed_over(tmp_path):
+    (tmp_path / "status.json").write_text('{"outcome": ["done"], "step": "3", "saved_step": {}, "pid": true, "run": 1}')
+    assert read_outcome(tmp_path / "status.json") == {}
+    (tmp_path / "status.json").write_text('{"outcome": "saved", "step": 3, "saved_step": 2.5, "text": null}')
+    assert read_outcome(tmp_path / "status.json") == {"outcome": "saved", "step": 3}

@@ -1,17 +1,20 @@
 """Damaged files in a run's folder are mended or refused, each in one line, and a resume gives the same losses."""
 
-import json
+import errno
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
+from gearbox.checkpoint import checkpointer
+from gearbox.checkpoint.staging import Staging
 from gearbox.errors import UserError
 from gearbox.launch.outcome import read_outcome
 from gearbox.reporting import html_report, metrics_file, run_comparison
 from gearbox.training import leftovers, run_folder
-from support.faults import STEPS
+from support.faults import STEPS, at_step, patch_step
 
 GIVEN = (*STEPS, "train.steps=2", "save.every=1")
 BAD_LINES = [
@@ -36,9 +39,9 @@ def all_lines(output: str, path: Path) -> list[str]:
 
 def test_every_damaged_file_of_a_run_is_mended_in_one_line_each(train):
     whole = train("single", *GIVEN, "train.steps=3", "run.name=whole")
-    run = train("single", *GIVEN)
-    (whole.folder.rename(whole.folder.parent.parent / "whole"))
-    folder = run.folder
+    losses = whole.losses
+    shutil.rmtree(whole.folder)
+    folder = train("single", *GIVEN).folder
     good = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(b"".join(BAD_LINES) + good + b'{"step": 2, "cut')
     (folder / "status.json").write_text('{"outcome": ["done"], "pid": [1], "step": "2", "saved_step": {}, "run": 7}')
@@ -53,15 +56,7 @@ def test_every_damaged_file_of_a_run_is_mended_in_one_line_each(train):
     (folder / "hang").symlink_to(folder / "nowhere")
     (folder / "checkpoints" / "step-9").symlink_to(folder / "nowhere")
     outcome = resumed(train, folder)
-    assert outcome.losses == json.loads(
-        json.dumps(
-            [
-                line["loss"]
-                for line in metrics_file.read(whole.folder.parent.parent / "whole" / "metrics.jsonl").good
-                if "loss" in line
-            ]
-        )
-    )
+    assert outcome.losses == losses
     named = ("metrics.jsonl", "status.json", "resolved.yaml", "base", "dropped.jsonl", "report.html", "model", "hang")
     assert [(name, len(all_lines(outcome.output, folder / name))) for name in named] == [(name, 1) for name in named]
     assert f"damaged lines set aside in metrics.jsonl.bad: {len(BAD_LINES)}" in outcome.output
@@ -92,6 +87,24 @@ def test_an_empty_model_of_a_run_that_is_done_is_saved_again(train):
     outcome = train("single", *GIVEN)
     assert outcome.codes == [0] and "model: is empty or has empty files" in outcome.output
     assert (folder / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_stop_whose_save_failed_does_not_say_saved(train, monkeypatch):
+    usual = Staging.write
+
+    def write(self, path):
+        if "step-2" not in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return usual(self, path)
+
+    monkeypatch.setattr(checkpointer, "LAST_TRIES", 0)
+    monkeypatch.setattr(Staging, "write", write)
+    patch_step(monkeypatch, at_step(3, lambda step: os.kill(os.getpid(), signal.SIGTERM)))
+    outcome = train("single", *STEPS)
+    text = "stopped at step 3, which could not be saved; run the same command to resume from step 2"
+    assert f"not saved: {text}" in outcome.output and "\nsaved:" not in outcome.output
+    status = read_outcome(outcome.folder / "status.json")
+    assert (status["outcome"], status["text"], status["saved_step"]) == ("saved", text, 2)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("checkpoints", "folder"), ("lock", "file")])
