@@ -235,12 +235,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with its content, as far as that is possible."""
+    """Delete a file, a link, or a folder with its content, as far as that is possible. Flush it to disk."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        sync(path.parent)
 
 
 def text_of(path: Path) -> str:

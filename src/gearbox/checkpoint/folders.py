@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -59,7 +58,7 @@ def delete_folder(folder: Path) -> None:
         folder.unlink()
         return
     _delete_manifest(folder)
-    shutil.rmtree(folder, ignore_errors=True)  # a later start deletes leftovers
+    filesystem.remove(folder)  # a later start deletes leftovers
 
 
 def _delete_manifest(folder: Path) -> None:
