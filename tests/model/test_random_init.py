@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from gearbox import ROOT
 from gearbox.errors import UserError
-from gearbox.model import random_init, shrinking
+from gearbox.model import random_init
 
 
 def test_a_rehearsal_has_few_experts():
@@ -67,7 +67,7 @@ def test_a_family_that_its_config_cannot_build_is_refused():
 
 
 def test_a_family_that_cannot_be_shrunk_is_refused(monkeypatch):
-    monkeypatch.setattr(shrinking, "shrink", lambda sizes, *_: sizes | {"num_attention_heads": 3})
+    monkeypatch.setattr(random_init, "shrink", lambda sizes, *_: sizes | {"num_attention_heads": 3})
     with pytest.raises(UserError, match=r"^model.name: llama cannot be shrunk: .*not a multiple of .*heads"):
         random_init.shrink_config(transformers.LlamaConfig(), TOKENIZER)
 
