@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 import xxhash
@@ -26,6 +27,7 @@ TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ERE
 RETRY_SECONDS = (1, 2, 4, 8, 16, 32)  # between attempts, in a background thread
 SEEN_SECONDS = 75.0  # NFS and mounted object stores cache names for 60 s by default
 LOOK_SECONDS = 0.5
+MAX_JSON_BYTES = 64 * 2**20
 CHUNK_BYTES = 16 * 2**20  # read, hashed or written at once
 MAX_SMALL_BYTES = 2**18  # of a file that people may edit, such as status.json
 
@@ -174,6 +176,29 @@ def wait_for_path(path: Path, seconds: float) -> bool:
             return False
         time.sleep(LOOK_SECONDS)
     return True
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file that anyone may have written. Raise ValueError with a text that names the file.
+
+    Pipes and devices are not opened, because reading them may never end.
+    """
+    try:
+        if not path.is_file():
+            raise ValueError(f"{path} is not a regular file")
+        if path.stat().st_size > max_bytes:
+            raise ValueError(f"{path} is larger than {max_bytes / 2**20:.0f} MiB")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+        text = " ".join(str(error).split())[:100]
+        raise ValueError(f"{path} is not valid JSON: {text}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object, but {type(content).__name__}")
+    return content
 
 
 def append(path: Path, content: bytes) -> None:

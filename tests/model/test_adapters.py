@@ -123,12 +123,12 @@ def test_settings_that_are_the_same_may_be_given(adapter):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"peft_type": "IA3"}, "has peft_type IA3; only LoRA and DoRA adapters can be trained further"),
+        ({"peft_type": "IA3"}, "has peft_type IA3; only LoRA and DoRA adapters can be used here"),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save: ['lm_head'], which is not supported"),
         ({"init_lora_weights": "pissa"}, "has init_lora_weights: 'pissa', which is not supported; merge the"),
         ({"bias": "all"}, "has bias: 'all'"),
         ({"peft_type": None}, "has peft_type None"),
-        ("[1]", "is not a PEFT adapter: adapter_config.json is missing or invalid"),
+        ("[1]", "is not a PEFT adapter: "),
         ("pickled", "has no adapter_model.safetensors, and pickled weights could run code"),
     ],
 )
@@ -142,7 +142,7 @@ def test_kinds_that_cannot_be_trained_are_refused(adapter, change, said):
         settings.write_text(change)
     with pytest.raises(UserError) as caught:
         recipe_with(adapter)
-    assert f"adapter.path: {str(adapter)!r} {said}" in str(caught.value)
+    assert f"adapter.path: {str(adapter)!r} {said}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_adapter_of_the_hub(adapter, monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Model
 from gearbox.errors import UserError
 from gearbox.model import loading, random_init
+from gearbox.model.pretrained import Pretrained
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny")
 TINY = Model(name=str(ROOT / "recipes/tiny"))
@@ -38,7 +39,7 @@ def caused_by(kind: type[Exception]) -> Exception:
     ],
 )
 def test_load_errors_are_explained(error, said):
-    text = str(loading.explain_load_error("org/x", error))
+    text = str(Pretrained("org/x").explain(error))
     assert said in text
     assert "\n" not in text
 

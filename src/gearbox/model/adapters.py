@@ -23,17 +23,17 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from gearbox.config.adapter_settings import saved_adapter_settings
+from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config, saved_adapter_settings
 from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import copy_full_
 from gearbox.distributed.unwrap import decoder_of, is_composite, without_adapter
 from gearbox.errors import UserError, nearest, one_line
+from gearbox.model.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-WEIGHTS = "adapter_model.safetensors"
 # PEFT advises sharing one adapter between tied embeddings. Its two parameters would then be views of one storage: an
 # optimizer updates that storage twice, and its shards diverge.
 warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part of")
@@ -79,7 +79,9 @@ def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
                 "new adapter (adapter.path=null)"
             )
         return
-    saved_ids = transformers.AutoTokenizer.from_pretrained(folder).get_added_vocab()
+    trust = recipe.model.trust_remote_code
+    saved = Pretrained(str(folder), trust_remote_code=trust, key="adapter.path", is_adapter=True)
+    saved_ids = saved.tokenizer().get_added_vocab()
     known = set(tokenizer.get_vocab()) - set(given)
     added = [token for token in sorted(saved_ids, key=lambda token: saved_ids[token]) if token not in known]
     if added != given:
@@ -150,9 +152,8 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
 
     adapter = recipe.adapter
     if adapter.path is not None:
-        config = peft.PeftConfig.from_pretrained(adapter.path)
-        config.inference_mode, config.init_lora_weights = False, True
-        config.base_model_name_or_path = None  # the base may have a different name here; its shapes are checked instead
+        # The base may have a different name here; its shapes are checked instead.
+        config = saved_config(Path(adapter.path))
     else:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -165,6 +166,16 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
         )
     config.lora_dropout, config.revision = adapter.dropout, recipe.model.revision
     return config
+
+
+def saved_config(folder: Path) -> PeftConfig:
+    """Return PEFT's config of a saved adapter, from the settings that Gearbox knows. Raise UserError for others."""
+    import peft
+
+    try:
+        return peft.LoraConfig(task_type="CAUSAL_LM", **read_adapter_config(folder).options())
+    except ValueError as error:
+        raise UserError(f"adapter.path: {str(folder)!r} {one_line(error)}") from None
 
 
 def _init_adapter(model: PeftModel, seed: int) -> None:

@@ -16,6 +16,7 @@ from gearbox import filesystem
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.unwrap import is_composite, without_adapter
 from gearbox.model import dropout
+from gearbox.model.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,21 +72,11 @@ def _towers(model: PreTrainedModel, trained: Collection[str], source: str) -> di
     tied = dict.fromkeys(model._tied_weights_keys or (), torch.empty(0))
     text = {*trained, *revert_weight_conversion(model, tied)}
     towers: dict[str, torch.Tensor] = {}
-    for path in _weight_files(source, model.config):
+    revision = getattr(model.config, "_commit_hash", None)
+    for path in Pretrained(source, revision).weight_files():
         with safe_open(path, "pt") as file:
             towers |= {name: file.get_tensor(name) for name in set(file.keys()) - text}
     return towers
-
-
-def _weight_files(source: str, config: PretrainedConfig) -> list[Path]:
-    """Return the weight files of a folder, or of a Hub model that has been loaded with this config."""
-    folder = Path(source)
-    if not folder.is_dir():
-        import huggingface_hub
-
-        revision = getattr(config, "_commit_hash", None)
-        folder = Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns="*.safetensors"))
-    return sorted(folder.glob("*.safetensors"))
 
 
 def stops(model: PreTrainedModel | PeftModel) -> set[int]:
@@ -99,6 +90,8 @@ def stop_at(model: PreTrainedModel | PeftModel, tokens: set[int]) -> None:
     config, new = without_adapter(model).generation_config, sorted(tokens - stops(model))
     if new and config is not None:
         config.eos_token_id = [*sorted(stops(model)), *new]
+        # transformers refuses to save a changed config if it has a fault that a published one may have.
+        config._original_object_hash = hash(config)
 
 
 def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:

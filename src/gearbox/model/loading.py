@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,13 +22,15 @@ from transformers import (
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from gearbox import ROOT
+from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import keeping_loaded_weights
 from gearbox.distributed.unwrap import is_composite, model_class, text_class
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
 from gearbox.model import adapters, dropout, loss
+from gearbox.model.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,18 +55,13 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
     Added tokens are not special tokens. Special tokens are removed from answers, but a parser needs the added ones.
     A rehearsal of a model that is not on this machine uses the tokenizer of recipes/tiny.
     """
+    origin = Pretrained.of(model, is_offline=rehearse)
     try:
-        if _lacks_tokenizer(Path(model.name)):  # transformers would create an empty one for some families
-            raise OSError(f"{model.name} has no tokenizer files, such as tokenizer.json; copy them from the same model")
-        tokenizer = AutoTokenizer.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
-    except Exception as error:
-        if not rehearse:
-            raise explain_load_error(model.name, error) from None
-        tokenizer = AutoTokenizer.from_pretrained(TINY)
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"model.name: {model.name!r} has a slow tokenizer, which does not report the positions of its tokens"
-        )
+        tokenizer = origin.tokenizer()
+    except UserError:
+        if not rehearse or (origin.folder is not None and not origin.lacks_tokenizer()):
+            raise
+        tokenizer = Pretrained(str(TINY)).tokenizer()
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
@@ -74,71 +70,24 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
     return tokenizer
 
 
-def _lacks_tokenizer(folder: Path) -> bool:
-    """Return True for a local folder without any file of a tokenizer."""
-    kinds = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken", "bpe")
-    return folder.is_dir() and not any(
-        path.name.startswith(kinds) or path.suffix in (".model", ".tiktoken", ".bpe") for path in folder.iterdir()
-    )
-
-
 def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
     """Return the model's config. A rehearsal reads a folder, the cache or recipes/architectures/, never the network."""
+    origin = Pretrained.of(model, is_offline=rehearse)
     try:
-        config = AutoConfig.from_pretrained(model.name, **hub_options(model), local_files_only=rehearse)
-    except Exception as error:
+        config = origin.config()
+    except UserError:
         shipped = ARCHITECTURES / f"{model.name.replace('/', '--')}.json"
-        if not rehearse:
-            raise explain_load_error(model.name, error) from None
+        if not rehearse or origin.folder is not None:
+            raise
         if not shipped.is_file():
             raise UserError(
                 f"model.name: {model.name!r} is not a local folder and not in the cache; a rehearsal needs its "
                 f"config.json as {shipped.relative_to(ROOT)}"
             ) from None
-        config = AutoConfig.from_pretrained(shipped)
+        config = Pretrained(str(shipped)).config()
     if model_class(config) is None:
         raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
     return config
-
-
-def hub_options(model: Model) -> dict[str, Any]:
-    """Return the revision to load and whether its code may run. Without the latter transformers would prompt."""
-    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-
-
-def explain_load_error(name: str, error: Exception) -> UserError:
-    """Return a UserError that explains in one line why a model cannot be loaded and what to do."""
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return UserError(
-            f"model.name: {name!r} is gated: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
-        )
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return UserError(
-            f"model.name: {name!r} is not on the Hub; check the spelling, or export HF_TOKEN if it is private"
-        )
-    if "trust_remote_code" in str(error):
-        return UserError(f"model.name: {name!r} comes with Python code; read it, then set model.trust_remote_code=true")
-    if isinstance(error, SafetensorError):
-        return UserError(f"model.name: {damaged_file(Path(name))}")
-    if "safetensors" in str(error):
-        return UserError(
-            f"model.name: {name!r} has no safetensors weights, and pickled weights could run code; convert them in a "
-            "sandbox with AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
-        )
-    offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
-    if offline or "connect" in str(error).lower() or "offline" in str(error).lower():
-        return UserError(
-            f"model.name: {name!r} is not on this machine and the Hub cannot be reached; give a local folder, or "
-            "rehearse with run.rehearse=true"
-        )
-    return UserError(f"model.name: {name!r} cannot be loaded: {one_line(error)}")
 
 
 def load(
@@ -160,12 +109,15 @@ def load(
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
     config = architecture(source, settings)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(config, settings)}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(config, settings.attention)}
     options |= engine_options or {}
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
     own_dropout = {} if settings.dropout else dropout.switch_off(config)
     model = _load_weights(config, settings, source, options, stage)
+    _check_saving(model, Pretrained.of(settings, source))
+    if trains_all and getattr(model, "is_quantized", False):
+        raise UserError(f"model.name: the weights of {source!r} are quantized; set adapter.method=lora to freeze them")
     model.own_dropout = own_dropout  # the export writes these rates
     model.config.get_text_config().use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
@@ -208,20 +160,31 @@ def _load_weights(
     try:
         with keeping_loaded_weights():
             loaded = loader.from_pretrained(
-                source, config=config, **hub_options(model), use_safetensors=True, **options
+                source, config=config, **Pretrained.of(model).options, use_safetensors=True, **options
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise explain_load_error(source, error) from None
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise Pretrained.of(model, source).explain(error) from None
     # Under ZeRO-3 transformers also keeps renamings that it did not need, and save_pretrained would undo them.
     used = [conversion for conversion in getattr(loaded, "_weight_conversions", None) or () if conversion.was_used()]
     loaded._weight_conversions = used
     return cast(PreTrainedModel, loaded)
 
 
-def _attention(config: PretrainedConfig, model: Model) -> str:
+def _check_saving(model: PreTrainedModel, origin: Pretrained) -> None:
+    """Raise UserError if the config cannot be saved: it would be known only after the training."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.config.save_pretrained(folder)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(folder)
+        except Exception as error:
+            raise origin.explain(error) from None
+
+
+def _attention(config: PretrainedConfig, chosen: str = "auto") -> str:
     """Return the attention to use. auto is sdpa if the family supports it, else eager (Gemma 2, gpt-oss)."""
-    if model.attention != "auto":
-        return model.attention
+    if chosen != "auto":
+        return chosen
     return "sdpa" if getattr(model_class(config), "_supports_sdpa", True) else "eager"
 
 
@@ -259,10 +222,7 @@ def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
 
 def architecture(source: str, model: Model) -> PretrainedConfig:
     """Return the config of the weights at `source`. Raise UserError if it cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(source, **hub_options(model))
-    except (OSError, ValueError) as error:
-        raise explain_load_error(source, error) from None
+    return Pretrained.of(model, source).config()
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:
@@ -273,12 +233,13 @@ def fingerprint(source: str, recipe: Recipe) -> str | None:
     """
     if recipe.adapter.method == "none":
         return None
-    digests = [digest_of(file) for file in sorted(Path(source).glob("*.safetensors"))]
-    if not digests:
-        config = AutoConfig.from_pretrained(source, **hub_options(recipe.model))
-        digests = [str(getattr(config, "_commit_hash", None))]
+    origin = Pretrained.of(recipe.model, source)
+    if origin.folder is not None:
+        digests = [digest_of(file) for file in origin.weight_files()]
+    else:
+        digests = [str(getattr(origin.config(), "_commit_hash", None))]
     if recipe.adapter.path is not None:
-        digests.append(digest_of(Path(recipe.adapter.path) / adapters.WEIGHTS))
+        digests.append(digest_of(Path(recipe.adapter.path) / WEIGHTS))
     return " ".join(digests)
 
 
@@ -286,39 +247,83 @@ def load_for_answers(
     folder: Path, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
     """Load a saved model, or an adapter with its base, and its tokenizer on the first GPU, or else the CPU."""
-    adapter_config = folder / "adapter_config.json"
-    settings = json.loads(adapter_config.read_text()) if adapter_config.is_file() else {}
-    base, revision = settings.get("base_model_name_or_path", str(folder)), settings.get("revision")
-    trust = {"trust_remote_code": trust_remote_code}
-    config = AutoConfig.from_pretrained(base, revision=revision, **trust)
+    origin = saved = Pretrained(str(folder), None, trust_remote_code, "FOLDER", "trust_remote_code=true")
+    is_adapter = (folder / "adapter_config.json").exists()
+    if is_adapter:
+        try:
+            settings = read_adapter_config(folder)
+        except ValueError as error:
+            raise saved.refuse(f"{str(folder)!r} {error}") from None
+        place = f"{folder / 'adapter_config.json'}: base_model_name_or_path"
+        saved = replace(saved, is_adapter=True)
+        origin = replace(origin, name=settings.base_model_name_or_path or "", revision=settings.revision, key=place)
+    tokenizer = saved.tokenizer()
+    config = origin.config()
+    check_weights(origin, config)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
-    model = loader.from_pretrained(base, revision=revision, dtype="auto", use_safetensors=True, **trust)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    if adapter_config.is_file():
-        import peft
-
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # the adapter's folder has their rows
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        model = peft.PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    options = origin.options | {"dtype": "auto", "use_safetensors": True, "attn_implementation": _attention(config)}
+    try:
+        model = loader.from_pretrained(origin.name, config=config, **options)
+        if is_adapter:
+            model = _with_saved_adapter(model, folder, len(tokenizer))
+    except Exception as error:  # hostile files raise many types of exception
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise origin.explain(error) from None
+    if not is_adapter and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
+        raise saved.refuse(f"{str(folder)!r}: its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def check_weights(source: str, model: Model) -> None:
+def _with_saved_adapter(model: PreTrainedModel, folder: Path, num_tokens: int) -> PeftModel:
+    """Return the model with the adapter in `folder`, whose settings have been checked, and with its generation."""
+    import peft
+
+    if num_tokens > model.get_input_embeddings().num_embeddings:  # the adapter's folder has their rows
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        adapted = peft.PeftModel.from_pretrained(
+            model, str(folder), config=adapters.saved_config(folder), use_safetensors=True
+        )
+    if (folder / "generation_config.json").is_file():
+        adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return adapted
+
+
+def answer(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast, question: str, max_new_tokens: int
+) -> str:
+    """Return the greedy answer of a model that `load_for_answers` returns."""
+    chat = [{"role": "user", "content": question}]
+    try:
+        if tokenizer.chat_template:
+            question = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        inputs = tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+        inputs = inputs.to(model.device)
+        end = tokenizer.eos_token_id
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=end)
+        text = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the template, generation_config.json and the config come with the model
+        raise UserError(f"FOLDER: {tokenizer.name_or_path!r} cannot answer: {one_line_with_type(error)}") from None
+    return str(text).strip()
+
+
+def check_weights(origin: Pretrained, config: PretrainedConfig) -> None:
     """Raise UserError if the weights are damaged or incomplete, or if a tensor has another size than the config says.
 
     Reads only the headers of the files: the model has no memory. from_pretrained would draw missing weights at random.
     """
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # hide its table of the same problems
-    options = {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
+    options = origin.options | {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}
     try:
-        config = architecture(source, model)
         loader = _loader(config)
-        _, found = loader.from_pretrained(source, **hub_options(model), **options, ignore_mismatched_sizes=True)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise explain_load_error(source, error) from None
+        _, found = loader.from_pretrained(origin.name, **options, ignore_mismatched_sizes=True)
+    except Exception as error:  # without memory and without a GPU, so the files are the cause
+        raise origin.explain(error) from None
     finally:
         transformers.logging.set_verbosity(verbosity)
     problems = [
@@ -327,18 +332,7 @@ def check_weights(source: str, model: Model) -> None:
     ] + [f"the file lacks {name}" for name in sorted(found["missing_keys"])]
     if problems:
         more = f", and {len(problems) - 1} more problems" if problems[1:] else ""
-        raise UserError(
-            f"model.name: the weights of {source!r} do not fit its config.json: {problems[0]}{more}; use the weights "
-            "and config.json of one model"
+        raise origin.refuse(
+            f"the weights of {origin.name!r} do not fit its config.json: {problems[0]}{more}; use the weights and "
+            "config.json of one model"
         )
-
-
-def damaged_file(folder: Path) -> str:
-    """Return a text that names the first safetensors file of a folder that cannot be opened."""
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                continue
-        except SafetensorError as error:
-            return f"{path} is damaged ({one_line(error)}); download or copy it again"
-    return f"a safetensors file of {str(folder)!r} is damaged; download it again"

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job
 from gearbox.config.loader import located
-from gearbox.config.recipe import Model
 from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.console import make_console, styled
 from gearbox.data import corpus, splits
@@ -29,6 +28,7 @@ from gearbox.errors import UserError
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
+from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
@@ -115,7 +115,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
         world.screen.print(f"hint: {hint}")
     if recipe.model.init == "pretrained":
-        _check_weights_of_nodes(source, recipe.model, world)
+        _check_weights_of_nodes(Pretrained.of(recipe.model, source), config, world)
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
@@ -130,12 +130,12 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
 
-def _check_weights_of_nodes(source: str, model: Model, world: ProcessGroup) -> None:
+def _check_weights_of_nodes(origin: Pretrained, config: PretrainedConfig, world: ProcessGroup) -> None:
     """Raise UserError on every rank if one machine's copy of the weights cannot be used."""
     problem = None
     if process_group.is_first_rank_of_node():
         try:
-            loading.check_weights(source, model)
+            loading.check_weights(origin, config)
         except UserError as error:
             problem = str(error)
     if problems := [found for found in world.gather(problem) if found is not None]:
