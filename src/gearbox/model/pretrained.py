@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from gearbox.config.recipe import Model
 from gearbox.errors import UserError, one_line
-from gearbox.filesystem import read_json_object
+from gearbox.filesystem import MAX_JSON_BYTES, read_json_object
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 TOKENIZER = "tokenizer.json"
@@ -105,6 +105,8 @@ class Pretrained:
             tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(self.name, **self.options)
             tokenizer("a")  # some wrong settings show only now
         except Exception as error:
+            if self.folder is not None and (self.folder / TOKENIZER).is_file():
+                self._read(self.folder / TOKENIZER, MAX_TOKENIZER_BYTES)
             raise self.explain(error) from None
         templates = tokenizer.chat_template or ""
         if not all(
@@ -186,9 +188,9 @@ class Pretrained:
             return None
         return None if found is None else Path(found)
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
         try:
-            return read_json_object(path)
+            return read_json_object(path, max_bytes)
         except ValueError as error:
             raise self.refuse(f"{error}; download or copy it again") from None
 
@@ -196,12 +198,7 @@ class Pretrained:
         """Return a UserError that explains in one line why the model cannot be loaded and what to do."""
         if isinstance(error, UserError):
             return error
-        causes: list[BaseException] = []
-        cause: BaseException | None = error
-        while cause is not None and cause not in causes:
-            causes.append(cause)
-            cause = cause.__cause__ or cause.__context__
-        name = self.name
+        name, causes = self.name, _causes(error)
         if any(isinstance(cause, GatedRepoError) for cause in causes):
             return self.refuse(
                 f"{name!r} is gated: accept its terms at https://huggingface.co/{name}, then export HF_TOKEN"
@@ -223,11 +220,6 @@ class Pretrained:
                 f"{name!r} is not on this machine and the Hub cannot be reached; give a local folder"
                 + (", or rehearse with run.rehearse=true" if self.key == "model.name" else "")
             )
-        if self.folder is not None and (self.folder / TOKENIZER).is_file():
-            try:
-                read_json_object(self.folder / TOKENIZER, MAX_TOKENIZER_BYTES)
-            except ValueError as problem:
-                return self.refuse(f"{problem}; download or copy it again")
         kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
         return self.refuse(f"{name!r} cannot be loaded: {kind}{one_line(error)}")
 
@@ -248,6 +240,16 @@ class Pretrained:
             except SafetensorError as error:
                 return f"{path} is damaged ({one_line(error)}); download or copy it again"
         return f"a safetensors file of {self.name!r} is damaged; download it again"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and those that led to it."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
 
 
 def _exists(name: str) -> bool:

@@ -31,7 +31,7 @@ from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
-from gearbox.redact import redact, redacted
+from gearbox.redact import redacted
 from gearbox.training import leftovers, resume
 from gearbox.world import World
 
@@ -113,8 +113,9 @@ class Run:
     def write_dropped(self, dropped: list[Dropped]) -> None:
         """Write the dropped documents, each with its reason, to dropped.jsonl. Only rank 0 calls it."""
         if dropped:
-            lines = [json.dumps({"place": entry.location, "reason": entry.reason}) for entry in dropped]
-            filesystem.atomic_write(self.folder / "dropped.jsonl", redact("".join(f"{line}\n" for line in lines)))
+            entries = redacted([{"place": entry.location, "reason": entry.reason} for entry in dropped])
+            text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+            filesystem.atomic_write(self.folder / "dropped.jsonl", text)
 
     def write_status(self, status: str, text: str = "") -> None:
         """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""
