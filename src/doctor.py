@@ -8,6 +8,8 @@ Exit codes: 0 no line is red; 1 some line is red; 2 a user error.
 
 from __future__ import annotations
 
+import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
+
 import argparse
 import os
 import time

@@ -8,6 +8,8 @@ ends the run.
 
 from __future__ import annotations
 
+import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
+
 from gearbox.config.gear import Gear
 from gearbox.launch import cli
 from gearbox.launch.launched_gear import read_job

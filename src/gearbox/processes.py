@@ -24,6 +24,14 @@ def is_alive(process: psutil.Process, states: tuple[str, ...] = ()) -> bool:
     return state in states if states else state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
+def is_python(process: psutil.Process) -> bool:
+    """Return whether the process runs a Python interpreter. Unreadable processes belong to another user: False."""
+    try:
+        return Path(process.exe()).name.startswith("python")
+    except (psutil.Error, OSError):
+        return False
+
+
 def launcher_command() -> list[str] | None:
     """Return the command line of the `accelerate launch` above this process, or None without a launcher."""
     launcher = launcher_process()

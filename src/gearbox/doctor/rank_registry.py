@@ -149,8 +149,6 @@ class RankRegistry:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # wakes the thread, which decides
-        if self._launched.is_elastic:
-            processes.die_with_parent(signal.SIGTERM)  # the launcher gives each rank its own session
 
     def _run(self) -> None:
         while True:

@@ -14,9 +14,8 @@ from gearbox import console
 from gearbox.config.gear import Gear
 from gearbox.doctor import finding
 from gearbox.doctor.finding import Finding
-from gearbox.launch import cli, outcome
+from gearbox.launch import outcome
 from gearbox.launch.topology import RankDevice, format_rank_table
-from gearbox.processes import launcher_process
 
 INDENT = " " * 19  # width of a finding's colour and name
 
@@ -115,9 +114,6 @@ class DoctorReport:
             return 0
         red = "\n".join(line for found in self.findings if found.colour == "red" for line in finding.lines(found))
         outcome.write_outcome("failed", red)
-        launcher = launcher_process()
-        if self.speaks and not self.as_json and launcher is not None and outcome.outcome_file() is None:
-            cli.print_after(launcher, red)
         return 1
 
 

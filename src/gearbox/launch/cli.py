@@ -1,7 +1,7 @@
 """Start and end a command: user errors print one line and exit with code 2, and bugs print a traceback.
 
 A run writes its outcome to status.json in its folder, and to the file that src/launch.py names. From that file
-src/launch.py derives the exit code, because `accelerate launch` can only return 1.
+src/launch.py derives the exit code. `accelerate launch` has none but 0, 1, and those of a launcher that a rank ended.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-
 from gearbox import ROOT
 from gearbox.config.loader import DEFAULT_RECIPE, keys_meant
 from gearbox.config.recipe import recipe_keys
 from gearbox.errors import UserError, printable
+from gearbox.launch import lifeline
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.outcome import (
     EXIT_CRASHED,
@@ -30,7 +29,6 @@ from gearbox.launch.outcome import (
     read_outcome,
     write_outcome,
 )
-from gearbox.processes import launcher_process
 from gearbox.redact import guard_streams
 
 RANK_0_SPEAKS_SECONDS = 20
@@ -85,7 +83,10 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     guard_streams()
     try:
         code = main(sys.argv[1:])
-        if LaunchEnvironment.read().is_rank:
+        launched = LaunchEnvironment.read()
+        if launched.local_rank == 0 and (code or lifeline.interrupted):
+            lifeline.end_launcher()
+        if launched.is_rank:
             # A rank exits without destroying its process group. Gloo's destructor can deadlock: it holds the GIL and
             # waits for a thread that needs the GIL. This hang is rare; it occurred with torch 2.13.
             _exit(code or 0)
@@ -93,7 +94,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     except UserError as error:
         _refuse("\n".join(f"gearbox: {line}" for line in printable(str(error)).splitlines()))
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        _exit(EXIT_INTERRUPTED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's error class, without importing torch
             _refuse(f"gearbox: {OUT_OF_MEMORY}")
@@ -104,19 +105,17 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def _refuse(text: str) -> NoReturn:
+    """Print a user error at once, or hand it to src/launch.py, and exit."""
     launched, outcome_path = LaunchEnvironment.read(), outcome_file()
     if (launched.rank if outcome_path is None else launched.local_rank) > 0:
-        # Rank 0 prints the same error, and then the launcher ends this rank. If it does not, only this rank failed.
+        # Rank 0 prints the same error, and then its launcher ends this rank. If it does not, only this rank failed.
         # For src/launch.py, which waits on each machine, the first rank of each machine writes the outcome.
         time.sleep(RANK_0_SPEAKS_SECONDS)
-    launcher = launcher_process()
-    if outcome_path is not None:
-        if read_outcome(outcome_path).get("outcome") != "failed":  # otherwise the run has already written this
-            write_outcome("refused", text)
-    elif launcher is not None and launcher.pid != 1:  # nothing can print after process 1 of a container ends
-        print_after(launcher, text)
-    else:
-        print(text, file=sys.stderr)
+    if outcome_path is None:
+        print(text, file=sys.stderr, flush=True)
+    elif read_outcome(outcome_path).get("outcome") != "failed":  # otherwise the run has already written this
+        write_outcome("refused", text)
+    lifeline.end_launcher()
     _exit(EXIT_USER_ERROR)  # without teardown, since other ranks may wait in a collective
 
 
@@ -124,12 +123,3 @@ def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def print_after(launcher: psutil.Process, text: str) -> None:
-    """Print after the launcher has ended, because `accelerate launch` prints a traceback when a rank fails."""
-    if os.fork() == 0:
-        os.setsid()
-        psutil.wait_procs([launcher], timeout=60)
-        print(text, file=sys.stderr, flush=True)
-        os._exit(0)

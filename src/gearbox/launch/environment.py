@@ -30,6 +30,8 @@ class LaunchEnvironment:
     """True if a launcher started this process, even as the only rank."""
     is_elastic: bool = False
     """True if that launcher is torch's elastic agent, as Accelerate's and torchrun's are."""
+    is_launched: bool = False
+    """True if torch's or Accelerate's launcher started this process. Accelerate sets no RANK for a single process."""
     store_host: str = "127.0.0.1"
     """Host of the store where the ranks meet."""
     store_port: int = 0
@@ -54,6 +56,7 @@ class LaunchEnvironment:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             is_rank="RANK" in os.environ,
             is_elastic="TORCHELASTIC_RUN_ID" in os.environ,
+            is_launched="TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_MODE" in os.environ,
             store_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
             store_port=int(port) if port.isdecimal() else 0,
             agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gearbox import filesystem
 from gearbox.launch.environment import LaunchEnvironment
@@ -64,15 +64,3 @@ def exit_code(outcome: str) -> int:
     carries the outcome.
     """
     return 0 if LaunchEnvironment.read().is_rank or launcher_process() is not None else EXIT_CODES[outcome]
-
-
-def exit_without_saving(why: str) -> NoReturn:
-    """Exit at once from any thread, if there is nothing to save. The exit code is a failure's, so all ranks end.
-
-    Write no outcome, because torch's launcher also sends SIGTERM when another rank has failed.
-    """
-    launched = LaunchEnvironment.read()
-    has_launcher = launched.is_rank or launcher_process() is not None
-    if launched.rank == 0:
-        print(f"gearbox: {why}: nothing to save", file=sys.stderr, flush=True)
-    os._exit(EXIT_INTERRUPTED if why == "SIGINT" else EXIT_CRASHED if has_launcher else EXIT_SAVED)

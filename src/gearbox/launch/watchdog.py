@@ -25,7 +25,7 @@ import psutil
 
 from gearbox import processes
 from gearbox.errors import UserError
-from gearbox.launch import outcome
+from gearbox.launch import lifeline, outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redact
 
@@ -68,10 +68,7 @@ class Watchdog:
         self._timeout = float("inf")
         self._stacks: IO[str] | None = None
         self._looking = threading.Lock()
-        self._parent = os.getppid() if _has_launcher() else None
-        if self._parent is not None:
-            # Each rank has its own session, so killing the launcher's process group would not end it.
-            processes.die_with_parent(signal.SIGTERM)
+        self._parent = lifeline.LAUNCHER
         self._wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -157,8 +154,10 @@ class Watchdog:
     def _stop(self, name: str) -> None:
         if name == self.stop_signal == "SIGINT":
             os._exit(outcome.EXIT_INTERRUPTED)
+        if name == "SIGINT":
+            lifeline.note_interrupt()
         if not self.loop_handles_stop:
-            outcome.exit_without_saving(name)
+            lifeline.exit_without_saving(name)
         if self.stop_signal is None and self._rank == 0:
             print(
                 f"gearbox: {name}: saving after this step; send SIGINT again to exit at once",
@@ -247,11 +246,3 @@ def _format_stacks() -> str:
         f"\nthread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident]))
         for ident in sorted(frames, key=lambda ident: ident != main)
     )
-
-
-def _has_launcher() -> bool:
-    """Return whether the parent is Accelerate's launcher or torchrun. Other parents, such as a shell, may end first."""
-    if LaunchEnvironment.read().is_elastic:
-        return True
-    launcher = processes.launcher_process()
-    return launcher is not None and launcher.pid == os.getppid()
