@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gearbox.launch.lifeline  # noqa: F401  isort: skip  first: the run that asks may end before this process
+
 from pathlib import Path
 
 from gearbox.errors import UserError

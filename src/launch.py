@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
         code = supervisor.supervise(given, [], supervisor.DOCTOR, node=node, join_seconds=join_seconds)
         if code:
             return code
+    print(f"starting {gear.name} on {gear.num_processes} {'rank' if gear.num_processes == 1 else 'ranks'}", flush=True)
     return supervisor.supervise(given, [str(recipe_path), *overrides], node=node, join_seconds=join_seconds)
 
 

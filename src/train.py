@@ -11,7 +11,9 @@ from __future__ import annotations
 import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
 
 from gearbox.config.gear import Gear
+from gearbox.console import make_console, status, styled
 from gearbox.launch import cli
+from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.launched_gear import read_job
 from gearbox.launch.watchdog import Watchdog
 from gearbox.training import resume
@@ -22,15 +24,17 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
     job = read_job(arguments, gear)  # reports mistakes in the files within half a second
     resume.check_early(job)
-
-    # These imports load torch, so they come after the checks.
-    from gearbox.training import evaluation, finish, loop, run_folder, session
-    from gearbox.training.outputs import open_outputs
+    screen = make_console(speaks=LaunchEnvironment.read().rank == 0)
+    screen.print(styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {job.gear.name}"))
+    with status(screen, "importing torch"):  # after the checks, because it takes seconds
+        from gearbox.training import evaluation, finish, loop, run_folder, session
+        from gearbox.training.outputs import open_outputs
 
     job, data = session.prepare_data(job)  # before ranks meet: tokenizing may exceed the collective timeout
     world = session.join(job, data)
     with run_folder.open_run(job, world, world.screen.print) as run, watchdog.running():
-        engine = session.build_engine(job, data, world, run)
+        with status(screen, "loading the model"):
+            engine = session.build_engine(job, data, world, run)
         run.restore(engine)  # from the newest complete checkpoint, if there is one
         facts = session.check_engine(engine, data)  # stops if the running setup differs from the requested one
         rows = session.choose_rows(engine, data)
@@ -46,9 +50,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             finish.end_training(run, rows.num_steps, world, watchdog)
             answers = questions.ask()
         finish.save_model(engine, data.tokenizer, run)
-        if world.rank == 0:
-            finish.report(plan, rows, data.tokenizer, answers, run)
-        finish.end_done(run, world)
+        left = finish.report(plan, rows, data.tokenizer, answers, run, watchdog) if world.rank == 0 else ""
+        finish.end_done(run, world, left)
     return 0
 
 

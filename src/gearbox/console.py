@@ -5,9 +5,13 @@ Strings are printed as they are, because they contain names from files. `styled`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 from rich.text import Text
 
 from gearbox.errors import printable
@@ -30,6 +34,19 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     """Return a line of strings and of (string, style) pairs."""
     pairs = [(part, "") if isinstance(part, str) else part for part in parts]
     return Text.assemble(*((printable(text), style) for text, style in pairs))
+
+
+@contextmanager
+def status(screen: Console, text: str) -> Iterator[None]:
+    """Show what takes time, in a few words: a line in a log, or on a terminal a line that the next one replaces.
+
+    The cursor stays visible, unlike with rich's own status, because a rank may end at any moment.
+    """
+    is_transient = screen.is_terminal and not screen.is_dumb_terminal
+    screen.print(text, end="\r" if is_transient else "\n")
+    yield
+    if is_transient:
+        screen.control(Control((ControlType.ERASE_IN_LINE, 2)))
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -59,8 +59,8 @@ class Watchdog:
         """Install the signal handlers and start the thread."""
         self.stop_signal: str | None = None
         """The signal (or the launcher's end) that asked this rank to save and exit."""
-        self.loop_handles_stop = False
-        """True if the training loop handles a stop, by saving."""
+        self._on_stop = ""
+        """What the main thread does about a stop, for the screen. Empty while there is nothing to save."""
         self._rank = LaunchEnvironment.read().rank
         self._beats, self._doing, self._last_beat = 0, "start", time.monotonic()
         self._siblings: dict[int, psutil.Process] = {}
@@ -90,7 +90,7 @@ class Watchdog:
         """Leave stops to the loop from now on, and exit if another rank on this machine (rank to pid) dies."""
         self._local_ranks = sorted(pids)
         self._siblings = {rank: psutil.Process(pid) for rank, pid in pids.items() if rank != self._rank}
-        self.loop_handles_stop = True
+        self._on_stop = "saving after this step"
 
     def arm(self, folder: Path, seconds: float) -> None:
         """End the run after `seconds` without a heartbeat, from now on, with every rank's stack in `folder`."""
@@ -113,10 +113,13 @@ class Watchdog:
         finally:
             self.disarm()
 
-    def disarm(self, ignores_signals: bool = False) -> None:
-        """Stop watching peers and time after the loop. With `ignores_signals`, ignore stop signals too."""
+    def disarm(self, on_stop: str = "") -> None:
+        """Stop watching peers and time after the loop. A stop ends this rank at once, unless `on_stop` is given.
+
+        `on_stop` is what the screen shows after the signal. The caller looks at `stop_requested`, or ignores the stop.
+        """
         with self._looking:
-            self._siblings, self._timeout, self.loop_handles_stop = {}, float("inf"), ignores_signals
+            self._siblings, self._timeout, self._on_stop = {}, float("inf"), on_stop
             faulthandler.cancel_dump_traceback_later()
             stacks, self._stacks = self._stacks, None
         if stacks is not None:
@@ -156,11 +159,11 @@ class Watchdog:
             os._exit(outcome.EXIT_INTERRUPTED)
         if name == "SIGINT":
             lifeline.note_interrupt()
-        if not self.loop_handles_stop:
+        if not self._on_stop:
             lifeline.exit_without_saving(name)
         if self.stop_signal is None and self._rank == 0:
             print(
-                f"gearbox: {name}: saving after this step; send SIGINT again to exit at once",
+                f"gearbox: {name}: {self._on_stop}; send SIGINT again to exit at once",
                 file=sys.stderr,
                 flush=True,
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -14,9 +17,10 @@ from gearbox.data.splits import TrainingRows
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup
+from gearbox.launch import lifeline
 from gearbox.launch.environment import without_launcher
 from gearbox.launch.outcome import exit_code
-from gearbox.launch.watchdog import Watchdog
+from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
 from gearbox.reporting import html_report, preview
 from gearbox.reporting.plan import Plan
@@ -41,7 +45,7 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
 
 def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchdog) -> None:
     """Leave the loop: other ranks may exit, and later work may take longer than a step."""
-    watchdog.disarm(ignores_signals=run.saved_step < num_steps)
+    watchdog.disarm(on_stop="the model is being saved" if run.saved_step < num_steps else "")
     world.set_collective_timeout(LOADING_TIMEOUT.total_seconds())
 
 
@@ -61,35 +65,69 @@ def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> 
 
 
 def report(
-    plan: Plan, rows: TrainingRows, tokenizer: PreTrainedTokenizerFast, answers: dict[str, str], run: Run
-) -> None:
+    plan: Plan,
+    rows: TrainingRows,
+    tokenizer: PreTrainedTokenizerFast,
+    answers: dict[str, str],
+    run: Run,
+    watchdog: Watchdog,
+) -> str:
     """Show the answers, write the report, and reload the saved model in a fresh process. Only rank 0 calls it.
 
-    The other ranks exit meanwhile, because loading a large model can outlast a collective's timeout.
+    Return what is left to do after a stop, or an empty text. The other ranks exit meanwhile, because loading a large
+    model can outlast a collective's timeout.
     """
+    watchdog.disarm(on_stop="the model is saved; it will not be asked")
     screen = make_console(speaks=True)
     answered = preview.answers(rows.samples, run.state.answers_before, answers)
     preview.show_answers(screen, answered)
     shown = preview.first_documents(rows.training, tokenizer, NUM_SHOWN_DOCUMENTS)
     html_report.write(run.folder, plan.lines(), shown, answered)
     question = rows.samples[0].question if rows.samples else "Hello"
-    reply = ask_saved(run.folder / "model", question, plan.job.recipe.model.trust_remote_code)
-    screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
+    model = run.folder / "model"
+    command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
+    reply = ask_saved(model, command, watchdog)
+    if reply is not None:
+        screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
+    return "" if reply is not None else f"stopped before the saved model was asked; run: python {shlex.join(command)}"
 
 
-def end_done(run: Run, world: ProcessGroup) -> None:
-    """Record that the run is done, and then print it. Every rank calls it, rank 0 when all files are on disk."""
-    run.write_status("done")
-    world.screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}"))
+def end_done(run: Run, world: ProcessGroup, left: str) -> None:
+    """Record that the run is done, and then print it with what is left to do.
+
+    Every rank calls it, rank 0 when all files are on disk.
+    """
+    run.write_status("done", left)
+    more = f"; {left}" if left else ""
+    world.screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}{more}"))
 
 
-def ask_saved(folder: Path, question: str, trust_remote_code: bool) -> str:
-    """Ask the saved model one question in a fresh process without a GPU, as a recipient of the model would."""
-    command = [sys.executable, str(ROOT / "src" / "ask.py"), str(folder), question]
-    command += ["trust_remote_code=true"] if trust_remote_code else []
-    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise RuntimeError(f"{folder} was saved but cannot be reloaded:\n{ended.stderr[-3000:]}")
-    return preview.short(ended.stdout)
+def ask_command(folder: Path, question: str, trust_remote_code: bool) -> list[str]:
+    """Return the script and the arguments that ask a saved model one question."""
+    flags = ["trust_remote_code=true"] if trust_remote_code else []
+    return [str(ROOT / "src" / "ask.py"), str(folder), question, *flags]
+
+
+def ask_saved(folder: Path, command: list[str], watchdog: Watchdog) -> str | None:
+    """Ask the saved model in a fresh process without a GPU, as a recipient of the model would. Return the answer.
+
+    After a stop, end the process and return None. The process has its own session, so a signal to this rank's group
+    reaches only this rank. It ends with this rank (see gearbox.launch.lifeline).
+    """
+    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", lifeline.PARENT: str(os.getpid())}
+    pipe = subprocess.PIPE
+    asking = subprocess.Popen(
+        [sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    with asking:
+        while not watchdog.stop_requested:
+            with suppress(subprocess.TimeoutExpired):
+                answer, errors = asking.communicate(timeout=LOOK_SECONDS)
+                break
+        else:
+            asking.kill()
+            return None
+    if asking.returncode != 0:
+        raise RuntimeError(f"{folder} was saved but cannot be reloaded:\n{errors[-3000:]}")
+    return preview.short(answer)

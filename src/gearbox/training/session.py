@@ -84,7 +84,6 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     devices = world.rank_devices()
     topology.check_single_world(devices)
     process_group.check_same_data(world, data.key)
-    world.screen.print(styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {gear.name}"))
     if outcome.requested_run_folder() is None:  # a restart does not repeat them
         unused = unused_keys_of_data(job.recipe, (summary.form for summary in data.corpus.summaries))
         for hint in (*job.hints, *(located(line, job.recipe, job.recipe_path) for line in unused)):
