@@ -1,4 +1,16 @@
-"""Ask a trained model a question: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]"""
+"""Ask a trained model a question, and print its greedy answer.
+
+Usage: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]
+
+    FOLDER                  a folder with a saved model or adapter; a run saves it as runs/<name>/model
+    max_new_tokens=N        stop after N tokens (default: 64)
+    trust_remote_code=true  run the code shipped with the model
+
+Exit codes: 0 answered; 2 a user error.
+
+Example:
+    python src/ask.py runs/first/model "reverse abcd"
+"""
 
 from __future__ import annotations
 
@@ -18,7 +30,7 @@ def main(arguments: list[str]) -> None:
     trust = "trust_remote_code=true" in arguments
     words = [a for a in arguments if not a.startswith(("max_new_tokens=", "trust_remote_code="))]
     if len(words) != 2 or not words[1].strip():
-        raise UserError('usage: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]')
+        raise UserError(f"usage: {cli.usage(__doc__)}")
     limit = limits[0] if limits else "64"
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_NEW_TOKENS:
         raise UserError(f"max_new_tokens: is {limit[:20]!r}; use a number from 1 to {MAX_NEW_TOKENS}")

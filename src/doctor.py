@@ -1,9 +1,17 @@
 """Check whether this machine or cluster is ready to train. Print green, yellow and red lines, each with advice.
 
-accelerate launch --config_file accelerate_configs/GEAR.yaml src/doctor.py [--json] [--timeout SECONDS]
-python src/doctor.py --machine
+Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/doctor.py [--json] [--timeout SECONDS]
+       python src/doctor.py --machine [--json]
+
+    --machine          check only this machine, in a few seconds, without ranks
+    --json             print one JSON object instead of lines
+    --timeout SECONDS  time to wait for a rank (default: 60)
 
 Exit codes: 0 no line is red; 1 some line is red; 2 a user error.
+
+Examples:
+    python src/doctor.py --machine
+    accelerate launch --config_file accelerate_configs/fsdp.yaml src/doctor.py
 """
 
 from __future__ import annotations
@@ -31,7 +39,6 @@ if TYPE_CHECKING:
 
     from gearbox.doctor.rank_registry import RankRegistry
 
-USAGE = "python src/doctor.py [--machine] [--json] [--timeout SECONDS]"
 RUNS = Path(Run().dir)
 BLOCKING = {"address", "driver", "gpus"}  # while one of these is red, every collective fails with less helpful errors
 
@@ -73,16 +80,10 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return machine, json and timeout. Raise UserError for any other argument."""
-    parser = cli.Parser(
-        usage=USAGE, description="Check whether this machine or cluster is ready to train.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "--machine", action="store_true", help="check only this machine, in a few seconds, without ranks"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.add_argument(
-        "--timeout", type=float, default=60, metavar="SECONDS", help="time to wait for a rank (default: %(default)g)"
-    )
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--machine", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--timeout", type=float, default=60)
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,12 @@
 """Check gear and recipe in a second, then train under the gear, and resume if a rank dies.
 
-python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+Usage: python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+
+    GEAR           the name of a file in accelerate_configs/, such as fsdp, or a path that ends in .yaml
+    --doctor       check machines, links and ranks first
+    --flag=value   a flag of accelerate launch, such as --num_processes=2
+    RECIPE         a recipe file (default: recipes/tiny.yaml)
+    key.sub=value  a key of the recipe to change, such as optim.lr=1e-5; docs/recipe.md lists all keys
 
 For a job on several machines, run this command on each machine. Give its place in the job by flags or by
 torchrun's environment variables:
@@ -11,6 +17,10 @@ torchrun's environment variables:
     --main_process_port  PET_MASTER_PORT
 
 Exit codes: 0 done; 2 a user error; 85 saved, run the same command to resume; 93 failed, and would fail again.
+
+Examples:
+    python src/launch.py fsdp recipes/tiny.yaml run.name=first
+    python src/launch.py ddp --num_processes=2 --doctor train.steps=100
 """
 
 from __future__ import annotations
@@ -45,10 +55,7 @@ TORCHRUN_FLAGS = {
 def main(arguments: list[str]) -> int:
     """Check gear, recipe and machines, run the doctor with --doctor, then train. Return the exit code."""
     if not arguments or arguments[0].startswith("-"):
-        gears = ", ".join(gear_names())
-        raise UserError(
-            f"usage: python src/launch.py GEAR [--doctor] [RECIPE] [key.sub=value ...]; the gears are {gears}"
-        )
+        raise UserError(f"usage: {cli.usage(__doc__)}; the gears are {', '.join(gear_names())}")
     path = gear_path(arguments[0])
     given_flags = launcher_flags(arguments[1:])
     flags, node = node_from_flags(given_flags)

@@ -1,9 +1,19 @@
 """Verify that gears train the same model: run a recipe under each gear, and compare every step with the first gear.
 
-python src/parity.py [RECIPE] [--gears single,ddp:2,fsdp] [--steps N] [--weights-every K] [key.sub=value ...]
+Usage: python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]
 
-ddp:2 is a gear on two ranks; ddp uses the number of ranks in its file. The first gear is the reference.
+    RECIPE             a recipe file (default: recipes/tiny.yaml)
+    --gears A,B:RANKS  gears to compare, the reference first (default: each engine on two ranks, or one with one GPU)
+    --steps N          optimizer steps (default: 20)
+    --weights-every K  compare the weights after every K-th step; each needs disk space for a checkpoint (default: 1)
+    key.sub=value      a key of the recipe to change; docs/recipe.md lists all keys
+
+ddp:2 is a gear on two ranks; ddp uses the number of ranks in its file.
+
 Exit codes: 0 all gears are equal; 1 a gear diverges or does not run; 2 a user error.
+
+Example:
+    python src/parity.py recipes/tiny.yaml --gears single,ddp:2,fsdp:2 --steps 5
 """
 
 from __future__ import annotations
@@ -21,7 +31,6 @@ from gearbox.config.recipe import OLD_WARMUP, Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome, supervisor
 
-USAGE = "python src/parity.py [RECIPE] [--gears A,B:RANKS] [--steps N] [--weights-every K] [key.sub=value ...]"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 LARGE = ("checkpoints", "model", "base")  # subfolders of a run, deleted after the comparison
 
@@ -79,14 +88,11 @@ def main(arguments: list[str]) -> int:
 
 def read_arguments(arguments: list[str]) -> Namespace:
     """Return the options. `ours` contains the recipe and its overrides."""
-    parser = cli.Parser(usage=USAGE, description="Verify that gears train the same model.", allow_abbrev=False)
+    parser = cli.Parser(__doc__)
     parser.add_argument("ours", nargs="*", metavar="RECIPE, key.sub=value")
-    parser.add_argument(
-        "--gears", default=default_gears(), help="gears to compare; the first is the reference (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (default: %(default)s)")
-    weights_every = "compare the weights after every K-th step; each needs disk space for a checkpoint (default: 1)"
-    parser.add_argument("--weights-every", type=int, default=1, metavar="K", help=weights_every)
+    parser.add_argument("--gears", default=default_gears())
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--weights-every", type=int, default=1)
     return parser.parse_intermixed_args(arguments)
 
 

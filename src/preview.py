@@ -1,6 +1,17 @@
-"""Show what a recipe trains on: python src/preview.py [RECIPE] [--rows 5] [--json] [key.sub=value ...]
+"""Show what a recipe trains on: its first documents with their supervised text, and its counts.
 
---json prints one line per document in file order, before packing, with input_ids and supervised (0 or 1).
+Usage: python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]
+
+    RECIPE         a recipe file (default: recipes/tiny.yaml)
+    --rows N       number of documents to show (default: 5)
+    --json         print each document in file order, before packing, as JSON with input_ids and supervised (0 or 1)
+    key.sub=value  a key of the recipe to change, such as data.path=chats.jsonl; docs/recipe.md lists all keys
+
+Exit codes: 0 shown; 2 a user error.
+
+Examples:
+    python src/preview.py recipes/tiny.yaml data.supervise=last --rows 1
+    python src/preview.py recipes/tiny.yaml --json
 """
 
 from __future__ import annotations
@@ -12,16 +23,12 @@ import sys
 from gearbox.config.loader import load_recipe
 from gearbox.launch import cli
 
-USAGE = "python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]"
-
 
 def main(arguments: list[str]) -> None:
     """Print a recipe's first documents and its counts, or every document as JSON."""
-    parser = cli.Parser(usage=USAGE, description="Show what a recipe trains on.")
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="number of documents to show (default: 5)")
-    parser.add_argument(
-        "--json", action="store_true", help="print all documents in file order, one JSON object per line"
-    )
+    parser = cli.Parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
     options, ours = parser.parse_known_args(arguments)
     recipe_path, overrides = cli.split_arguments(ours)
     hints: list[str] = []

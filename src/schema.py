@@ -1,4 +1,11 @@
-"""Write the JSON Schema of a recipe and the reference page made from it: python src/schema.py"""
+"""Write the JSON Schema of a recipe, and the reference page made from it.
+
+Usage: python src/schema.py
+
+It writes recipes/schema.json and docs/recipe.md from src/gearbox/config/recipe.py.
+
+Exit codes: 0 written; 2 a user error.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +102,7 @@ def reference() -> str:
 def main(arguments: list[str]) -> None:
     """Write both files."""
     if arguments:
-        raise UserError("usage: python src/schema.py")
+        raise UserError(f"usage: {cli.usage(__doc__)}")
     for path, text in ((SCHEMA, schema()), (REFERENCE, reference())):
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")

@@ -1,6 +1,19 @@
 """Train a language model. The recipe decides what to train; the launched gear (an Accelerate config file) decides how.
 
-accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
+Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
+       python src/train.py [RECIPE] [key.sub=value ...]
+
+    RECIPE         a recipe file (default: recipes/tiny.yaml)
+    key.sub=value  a key of the recipe to change, such as optim.lr=1e-5; docs/recipe.md lists all keys
+
+The second form runs the gear single. Run src/launch.py instead for restarts after a crash and for exit codes.
+
+Exit codes of the second form: 0 done; 1 crashed; 2 a user error; 85 stopped and saved, run the same command to resume;
+130 interrupted. Under `accelerate launch`, 0 means done or saved, and any other code means that the run did not end.
+
+Examples:
+    accelerate launch --config_file accelerate_configs/fsdp.yaml src/train.py recipes/tiny.yaml run.name=first
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 src/train.py train.steps=100
 
 The loop is `fit` in src/gearbox/training/loop.py. In that folder, session.py builds what the loop needs, and finish.py
 ends the run.
@@ -11,9 +24,7 @@ from __future__ import annotations
 import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
 
 from gearbox.config.gear import Gear
-from gearbox.console import make_console, status, styled
 from gearbox.launch import cli
-from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.launched_gear import read_job
 from gearbox.launch.watchdog import Watchdog
 from gearbox.training import resume
@@ -24,16 +35,15 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
     job = read_job(arguments, gear)  # reports mistakes in the files within half a second
     resume.check_early(job)
-    screen = make_console(speaks=LaunchEnvironment.read().rank == 0)
-    screen.print(styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {job.gear.name}"))
-    with status(screen, "importing torch"):  # after the checks, because it takes seconds
+    cli.show_job(job)
+    with cli.status("importing torch"):  # after the checks, because it takes seconds
         from gearbox.training import evaluation, finish, loop, run_folder, session
         from gearbox.training.outputs import open_outputs
 
     job, data = session.prepare_data(job)  # before ranks meet: tokenizing may exceed the collective timeout
     world = session.join(job, data)
     with run_folder.open_run(job, world, world.screen.print) as run, watchdog.running():
-        with status(screen, "loading the model"):
+        with cli.status("loading the model"):
             engine = session.build_engine(job, data, world, run)
         run.restore(engine)  # from the newest complete checkpoint, if there is one
         facts = session.check_engine(engine, data)  # stops if the running setup differs from the requested one
@@ -50,8 +60,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
             finish.end_training(run, rows.num_steps, world, watchdog)
             answers = questions.ask()
         finish.save_model(engine, data.tokenizer, run)
-        left = finish.report(plan, rows, data.tokenizer, answers, run, watchdog) if world.rank == 0 else ""
-        finish.end_done(run, world, left)
+        finish.report(plan, rows, data.tokenizer, answers, run, watchdog)
     return 0
 
 

@@ -140,7 +140,8 @@ def of_python(path: str, text: str) -> Iterator[Prose]:
             string = node.value if isinstance(node, ast.Expr) else None
             if isinstance(string, ast.Constant) and isinstance(string.value, str):
                 docstrings.add(id(string))
-                for part in re.split(r"\n\s*\n|\n(?=\s*[-*] )", string.value):
+                rows = r"|\n {4}" if body is tree.body else ""  # a script's help: arguments and examples, one a line
+                for part in re.split(r"\n\s*\n|\n(?=\s*[-*] )" + rows, string.value):
                     yield Prose(path, node.lineno, "docstring", plain(part))
     inside = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for node in ast.walk(tree):

@@ -7,15 +7,20 @@ src/launch.py derives the exit code. `accelerate launch` has none but 0, 1, and 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from gearbox import ROOT
+from rich.console import Console
+
+from gearbox import ROOT, console
+from gearbox.config.job import Job
 from gearbox.config.loader import DEFAULT_RECIPE, keys_meant
 from gearbox.config.recipe import recipe_keys
 from gearbox.errors import UserError, printable
@@ -70,16 +75,47 @@ def _override_meant(arguments: list[str]) -> str:
     return ""
 
 
+def usage(help_text: str) -> str:
+    """Return the first usage line of a script's docstring."""
+    return help_text.partition("Usage: ")[2].partition("\n")[0]
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser of command-line flags that reports mistakes as a one-line UserError."""
+    """A parser of command-line flags that reports mistakes as a one-line UserError. The docstring is the help."""
+
+    def __init__(self, help_text: str) -> None:
+        """Take the script's docstring. Accept no abbreviations."""
+        super().__init__(usage=usage(help_text), add_help=False, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the usage line."""
         raise UserError(f"usage: {self.usage}: {message}")
 
 
+def show_job(job: Job) -> None:
+    """Print what starts, before the imports of torch."""
+    _screen().print(console.styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {job.gear.name}"))
+
+
+def status(text: str) -> AbstractContextManager[None]:
+    """Return a context that shows what takes time (see `console.status`)."""
+    return console.status(_screen(), text)
+
+
+def _screen() -> Console:
+    return console.make_console(speaks=LaunchEnvironment.read().rank == 0)
+
+
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
-    """Call `main` with the command-line arguments and exit. Only rank 0 prints a user error."""
+    """Call `main` with the command-line arguments and exit. Only rank 0 prints a user error.
+
+    For -h and --help print the script's docstring, before anything is imported or checked.
+    """
+    if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
+        if LaunchEnvironment.read().rank == 0:
+            with suppress(BrokenPipeError):  # the reader, such as head, has closed the pipe
+                os.write(1, f"{inspect.getdoc(sys.modules[main.__module__])}\n".encode())
+        sys.exit(0)
     guard_streams()
     try:
         code = main(sys.argv[1:])

@@ -16,7 +16,7 @@ from gearbox.console import make_console, styled
 from gearbox.data.splits import TrainingRows
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
-from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup
+from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
 from gearbox.launch.environment import without_launcher
 from gearbox.launch.outcome import exit_code
@@ -71,12 +71,14 @@ def report(
     answers: dict[str, str],
     run: Run,
     watchdog: Watchdog,
-) -> str:
-    """Show the answers, write the report, and reload the saved model in a fresh process. Only rank 0 calls it.
+) -> None:
+    """End the run as done. Rank 0 shows the answers, writes the report, and reloads the saved model first.
 
-    Return what is left to do after a stop, or an empty text. The other ranks exit meanwhile, because loading a large
-    model can outlast a collective's timeout.
+    The other ranks exit meanwhile, because loading a large model can outlast a collective's timeout.
     """
+    if not is_first_rank():
+        run.write_status("done")
+        return
     watchdog.disarm(on_stop="the model is saved; it will not be asked")
     screen = make_console(speaks=True)
     answered = preview.answers(rows.samples, run.state.answers_before, answers)
@@ -90,17 +92,9 @@ def report(
     if reply is not None:
         screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
-    return "" if reply is not None else f"stopped before the saved model was asked; run: python {shlex.join(command)}"
-
-
-def end_done(run: Run, world: ProcessGroup, left: str) -> None:
-    """Record that the run is done, and then print it with what is left to do.
-
-    Every rank calls it, rank 0 when all files are on disk.
-    """
+    left = "" if reply is not None else f"stopped before the saved model was asked; run: python {shlex.join(command)}"
     run.write_status("done", left)
-    more = f"; {left}" if left else ""
-    world.screen.print(styled(("done", "bold green"), f": model saved to {run.folder / 'model'}{more}"))
+    screen.print(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
 
 
 def ask_command(folder: Path, question: str, trust_remote_code: bool) -> list[str]:
