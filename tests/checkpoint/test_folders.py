@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -154,3 +155,47 @@ def test_a_kill_at_any_call_leaves_a_complete_checkpoint(tmp_path, call):
     assert names in (["step-1", "step-2"], ["step-1", "step-2", "step-3"])
     for name in names:
         check(tmp_path / name)
+
+
+def test_made_up_checkpoints_do_not_push_out_good_ones(tmp_path):
+    good = [make(tmp_path, step) for step in (1, 2)]
+    for step in (97, 98, 99):  # valid manifests without their shards
+        folder = make(tmp_path, step, eval_loss=-1.0)
+        (folder / "shard-00001.safetensors").unlink()
+    for name in ("step-007", "step-7 ", "step-\u0667", "step-" + "9" * 240):
+        shutil.copytree(good[0], tmp_path / name)
+    before = {path.name for path in tmp_path.iterdir()}
+    folders.prune(tmp_path, keep=2)
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [99, 98, 97, 2, 1]
+
+
+def test_a_checkpoint_that_is_a_link_keeps_its_content(tmp_path):
+    kept = make(tmp_path / "archive", 1)
+    run = tmp_path / "run"
+    make(run, 2), make(run, 3)
+    (run / "step-1").symlink_to(kept)
+    assert [step for step, _ in folders.list_checkpoints(run)] == [3, 2, 1]
+    check(run / "step-1")
+    folders.prune(run, keep=2)
+    assert sorted(path.name for path in run.iterdir()) == ["step-2", "step-3"]
+    check(kept)
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "folder as manifest"])
+def test_something_else_with_the_name_of_a_checkpoint(tmp_path, kind):
+    make(tmp_path, 1), make(tmp_path, 2)
+    odd = tmp_path / "step-0"
+    if kind == "file":
+        odd.write_text("mine")
+    elif kind == "link to nothing":
+        odd.symlink_to("gone")
+    else:
+        (odd / "manifest.json").mkdir(parents=True)
+    make(tmp_path, 3)
+    folders.delete_unfinished(tmp_path)
+    folders.prune(tmp_path, keep=2)
+    assert [step for step, _ in folders.list_checkpoints(tmp_path)] == [3, 2]
+    assert (kind == "folder as manifest") != os.path.lexists(odd)
+    odd.rename(tmp_path / "step-4") if os.path.lexists(odd) else (tmp_path / "step-4/manifest.json").mkdir(parents=True)
+    check(make(tmp_path, 4))

@@ -98,3 +98,69 @@ def test_malicious_shards_are_refused_without_running_code(tmp_path, shard):
     with pytest.raises(CorruptCheckpoint, match=r"shard-00000.safetensors"):
         ShardReader(folder, check(folder))
     assert not mark.exists()
+
+
+def entry(dtype: str, numel: int, *shape: int) -> tuple[str, int, list[int]]:
+    return dtype, numel, list(shape or (numel,))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        ({"parameter|w|0": entry("F32", 1200)}, "parameter of b: no shard contains it"),
+        ({"parameter|w|0": entry("F32", 1199)}, "its shards do not have the 2,000 elements of"),
+        ({"parameter|w|1": entry("F32", 1200)}, "its shards overlap at element 1"),
+        ({"parameter|w|0": entry("F32", 1000), "parameter|w|900": entry("F32", 200)}, "overlap at element 900"),
+        ({"parameter|w|0": entry("F32", 1200), "parameter|w|1500": entry("F32", 0)}, "overlap at element"),
+        ({"parameter|w|5000": entry("F32", 1200)}, "is outside of the shape [40, 50]"),
+        ({"parameter|w|-1": entry("F32", 1200)}, "is not a key of the form kind|parameter|first"),
+        ({"parameter|w|\u0660": entry("F32", 1200)}, "is not a key of the form"),
+        ({"parameter|w|0": entry("I32", 1200)}, "has the type I32"),
+        ({"parameter|w|0": entry("F32", 1200, 24, 50)}, "has the shape [24, 50]"),
+        ({"parameter|w|0,0": entry("F32", 1200, 24, 50)}, "is outside of the shape"),
+        ({"parameter|x|0": entry("F32", 1)}, "belongs to no parameter of manifest.json"),
+        ({"exp_avg|x|0": entry("F32", 1)}, "belongs to no parameter"),
+        ({"[/]": entry("F32", 1)}, "'[/]' is not a key"),
+    ],
+)
+def test_a_shard_that_contradicts_the_manifest(tmp_path, pieces, problem):
+    """Put other pieces in place of the first 1,200 elements of `w`, and of `b`."""
+    folder, entries, at = make(tmp_path), {}, 0
+    given = pieces | ({} if "of b" in problem else {"parameter|b|0": entry("BF16", 7)})
+    for key, (dtype, numel, shape) in given.items():
+        end = at + numel * (2 if dtype == "BF16" else 4)
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    forged_shard(folder, header(entries) + bytes(at))
+    with pytest.raises(CorruptCheckpoint) as refusal:
+        ShardReader(folder, check(folder))
+    assert problem in str(refusal.value) and len(str(refusal.value)) < 500
+
+
+def test_blocks_that_overlap_do_not_hide_a_gap(tmp_path):
+    """Four blocks have as many elements as the tensor, but two of them are at the same place."""
+    folder = make(tmp_path)
+    blocks = {"parameter|w|0,0": [20, 25], "parameter|w|0,25": [20, 25], "parameter|w|20,0": [20, 25]}
+    for last, is_whole in (("parameter|w|20,25", True), ("parameter|w|19,0", False)):
+        entries = {"parameter|b|0": {"dtype": "BF16", "shape": [7], "data_offsets": [8000, 8014]}}
+        for number, (key, shape) in enumerate((blocks | {last: [20, 25]}).items()):
+            entries[key] = {"dtype": "F32", "shape": shape, "data_offsets": [number * 2000, (number + 1) * 2000]}
+        content = header(entries) + bytes(8014)
+        (folder / "shard-00000.safetensors").write_bytes(content)
+        facts = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+        forged(folder, files={"shard-00000.safetensors": facts})
+        reader = ShardReader(folder, check(folder))
+        if is_whole:
+            assert not reader.read("parameter", "w").any()
+        else:
+            with pytest.raises(CorruptCheckpoint, match="no shard contains some of the elements"):
+                reader.read("parameter", "w")
+
+
+@pytest.mark.parametrize("lost", ["exp_avg_sq", "step"])
+def test_what_adamw_needs_must_be_there(tmp_path, lost):
+    folder = make(tmp_path)
+    scalars = {} if lost == "step" else {"w": {"step": {"float32": 20.0}}}
+    forged(folder, recipe={"optim": {"name": "adamw"}}, scalars=scalars)
+    with pytest.raises(CorruptCheckpoint, match=r"of w: is missing; the optimizer needs it"):
+        ShardReader(folder, check(folder))

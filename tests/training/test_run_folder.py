@@ -1,6 +1,7 @@
 """Test which folder a run takes, what it resumes from, and what it refuses."""
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -197,6 +198,52 @@ def test_corrupt_checkpoints_are_named_and_skipped(train):
     assert [step for step, _ in list_checkpoints(first.folder / "checkpoints")] == [4, 3]
     for _, path in list_checkpoints(first.folder / "checkpoints"):
         manifest.verify_shards(path, manifest.read_manifest(path).files)
+
+
+def test_made_up_manifests_are_passed_over(train):
+    """Each has the right digest. The run resumes from the one good checkpoint, with one line for each other one."""
+    first = checked(train("single", *STEPS, "run.name=x", "train.steps=10", "save.keep=10"))
+    unfinished(first.folder)
+    made_up = [
+        lambda content: content | {"recipe": []},
+        lambda content: content | {"recipe": content["recipe"] | {"model": 3}},
+        lambda content: content | {"parameters": {"[/red]\x1b[2J": "[/]"}},
+        lambda content: content | {"parameters": content["parameters"] | {"[/]": [2]}},
+        lambda content: content | {"progress": content["progress"] | {"step": "3"}},
+        lambda content: content | {"scalars": {name: {"exp_avg": 1.0} for name in content["scalars"]}},
+        lambda content: content | {"gear": None},
+        lambda content: {str(number): None for number in range(10**5)},
+    ]
+    newest = [path for _, path in list_checkpoints(first.folder / "checkpoints")]
+    for path, change in zip(newest, made_up, strict=False):
+        content = json.loads((path / "manifest.json").read_text())["manifest"]
+        (path / "manifest.json").write_text(manifest.render_manifest(change(content)))
+    (newest[8] / "manifest.json").unlink()
+    os.mkfifo(newest[8] / "manifest.json")
+    again = checked(train("single", *STEPS, "run.name=x", "train.steps=10"))
+    said = [line for line in again.output.splitlines() if line.startswith("skipping ")]
+    assert [line.split(": ")[0] for line in said] == [f"skipping {path}" for path in newest[:9]]
+    assert r"manifest.json: is corrupt: parameters: [/red]\x1b[2J: should be a valid list" in said[2]
+    assert "step-1 at step 1 of 10" in again.output and again.losses == first.losses
+
+
+def test_names_with_markup_are_printed_as_they_are(train, tmp_path, chats):
+    odd = tmp_path / "[red]a[/] :smile: \x1b[2J"
+    odd.mkdir(parents=True)
+    path = odd / "chats[/b].jsonl"
+    path.write_bytes(chats.read_bytes())
+    given = (*STEPS, f"data.path={json.dumps(str(path))}", f"run.dir={json.dumps(str(odd / 'runs'))}", "run.name=x")
+    first = checked(train("single", *given))
+    unfinished(odd / "runs" / "x")
+    shown = str(odd).replace("\x1b", r"\x1b")
+    again = checked(train("single", *given, "train.steps=3"))
+    assert f"resuming from {shown}/runs/x/checkpoints/step-2 at step 2 of 3" in again.output
+    for outcome in (first, again):
+        assert f"done: model saved to {shown}/runs/x/model" in outcome.output and "\x1b" not in outcome.output
+        assert f"{shown}/chats[/b].jsonl:1" in outcome.output
+    unfinished(odd / "runs" / "x")
+    refused = train("single", *given, "optim.lr=1")
+    assert refused.codes == [2] and "was made by another recipe" in refused.output
 
 
 def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(train):

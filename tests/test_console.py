@@ -1,0 +1,43 @@
+"""Test that names from files are printed as they are, and that no other module can print markup."""
+
+import ast
+
+import pytest
+from rich.table import Table
+
+from gearbox import ROOT
+from gearbox.console import make_console, styled
+from gearbox.errors import printable
+
+NAMES = ["[/]", "[bold]x", "[red]a[/red]", ":smile:", "a\\[b]", "[link=https://a.b]c[/link]", "[/][", "{x}", "100%"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_printed_as_it_is(capsys, name):
+    table = Table(name, box=None)
+    table.add_row(name)
+    for shown in (name, f"in {name}", styled((name, "bold"), name), table):
+        make_console(speaks=True).print(shown)
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [name, f"in {name}", name * 2, name, name]
+
+
+@pytest.mark.parametrize("shown", ["a\x1b[2Jb", styled("a\x1b[2Jb"), styled(("a\x1b[2Jb", "red"))])
+def test_a_name_does_not_command_the_terminal(capsys, shown):
+    make_console(speaks=True).print(shown)
+    assert capsys.readouterr().out == r"a\x1b[2Jb" + "\n"
+
+
+def test_lines_stay_lines():
+    assert printable("a\n\tb\r\u2028é漢") == "a\n\\tb\\r\\u2028é漢"
+
+
+def test_only_one_module_makes_consoles_and_none_uses_markup():
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        text, tree = path.read_text(), ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        makes = any(isinstance(call.func, ast.Name) and call.func.id in ("Console", "Screen") for call in calls)
+        marks = any(keyword.arg == "markup" for call in calls for keyword in call.keywords)
+        if makes or marks or "rich.markup" in text or "from_markup" in text or "rich.print" in text or "[/]" in text:
+            found.add(path.name)
+    assert found == {"console.py"}
