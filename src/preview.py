@@ -20,7 +20,7 @@ import json
 import os
 import sys
 
-from gearbox.config.loader import load_recipe
+from gearbox.config.loader import load_recipe, rehearsed
 from gearbox.launch import cli
 
 
@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> None:
     from gearbox.model import loading
     from gearbox.reporting import plan, preview
 
+    if recipe.run.rehearse:
+        recipe = rehearsed(recipe)
     screen = make_console(speaks=True, stderr=options.json)
     for hint in hints:
         screen.print(f"hint: {hint}")

@@ -146,14 +146,25 @@ def retry_transient(work: Callable[[], Result]) -> Result:
     return work()
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read it. Raise OSError for a link, a folder, a pipe or a device; reading might never return."""
-    if stat.S_ISREG(path.lstat().st_mode):
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def open_regular(path: Path, follows_links: bool = True) -> IO[bytes]:
+    """Open a file to read it. Raise OSError for a folder, a pipe or a device: reading might never return."""
+    status = path.stat() if follows_links else path.lstat()
+    if stat.S_ISREG(status.st_mode):
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return os.fdopen(handle, "rb")
         os.close(handle)
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file that anyone may have written. Raise OSError if it is not regular, or too large."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return content
 
 
 def wait_for_size(path: Path, num_bytes: int, seconds: float) -> bool:
@@ -179,16 +190,9 @@ def wait_for_path(path: Path, seconds: float) -> bool:
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file that anyone may have written. Raise ValueError with a text that names the file.
-
-    Pipes and devices are not opened, because reading them may never end.
-    """
+    """Return the object in a JSON file. Raise ValueError with a text that names the file."""
     try:
-        if not path.is_file():
-            raise ValueError(f"{path} is not a regular file")
-        if path.stat().st_size > max_bytes:
-            raise ValueError(f"{path} is larger than {max_bytes / 2**20:.0f} MiB")
-        raw = path.read_bytes()
+        raw = read_limited(path, max_bytes)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     try:
@@ -270,13 +274,7 @@ def remove(path: Path) -> None:
 
 def text_of(path: Path) -> str:
     """Return the text of a small regular file. Raise OSError or ValueError for anything else, such as a pipe."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", str(path))
-        content = file.read(MAX_SMALL_BYTES + 1)
-    if len(content) > MAX_SMALL_BYTES:
-        raise OSError(errno.EFBIG, f"has more than {MAX_SMALL_BYTES:,} bytes", str(path))
-    return content.decode()
+    return read_limited(path, MAX_SMALL_BYTES).decode()
 
 
 class Lock:

@@ -319,10 +319,10 @@ def test_a_gear_that_is_no_file_is_refused(tmp_path, which):
     path = written(tmp_path, "zero3", {})
     (tmp_path / which).unlink()
     os.mkfifo(tmp_path / which)
-    assert refusal(path) == f"{tmp_path / which}: is not a regular file"
+    assert refusal(path) == f"{tmp_path / which}: cannot be read: it is not a regular file"
     (tmp_path / which).unlink()
     (tmp_path / which).mkdir()
-    assert refusal(path) == f"{tmp_path / which}: is not a regular file"
+    assert refusal(path) == f"{tmp_path / which}: cannot be read: it is not a regular file"
 
 
 def test_a_hostile_json_is_refused(tmp_path):

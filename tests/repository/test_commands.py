@@ -24,11 +24,9 @@ SMALL = "batch.rows=4 batch.row_tokens=64 train.steps=2 schedule.warmup=1 eval.e
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, chats) -> Path:
-    """Copy the tree, with chats.jsonl, to a folder where the documents' commands may write."""
-    folder = copy_of_the_tree(tmp_path_factory.mktemp("clone") / "gearbox")
-    shutil.copy(chats, folder / "chats.jsonl")
-    return folder
+def clone(tmp_path_factory) -> Path:
+    """Copy the tree to a folder where the documents' commands may write."""
+    return copy_of_the_tree(tmp_path_factory.mktemp("clone") / "gearbox")
 
 
 def check_flags(line: str, folder: Path) -> None:
@@ -63,7 +61,7 @@ def test_the_commands_leave_these_runs(clone):
     assert runs == ["tiny-ddp", "tiny-ddp-2", "tiny-single", "tiny-single-2", "tiny-single-3", "tiny-zero3"]
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
     assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
-    assert mine["data"] == {"path": "chats.jsonl"}
-    for name in ("mine", "first"):
+    assert mine["data"] == {"path": "recipes/chats.jsonl"}
+    for name in ("mine", "first", "chats"):
         assert (clone / "runs" / name / "model/model.safetensors").is_file()
     assert (clone / "runs/marks/model/adapter_config.json").is_file()

@@ -106,7 +106,7 @@ def test_the_documents_launches_are_parsed_by_the_launchers(monkeypatch, line):
     assert (ROOT / script).is_file()
     if script == "src/train.py" or words[0] == "python":
         recipe, overrides = split_arguments([word for word in arguments if "lrr" not in word])
-        load_recipe(ROOT / recipe, [word for word in overrides if not word.startswith("data.path")])
+        load_recipe(ROOT / recipe, overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

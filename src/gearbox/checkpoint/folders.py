@@ -111,7 +111,7 @@ def _is_unfinished(folder: Path) -> bool:
     try:
         if any(SHARD.fullmatch(path.name) and path.name.count("-") == 1 for path in folder.iterdir()):
             return False
-        with filesystem.open_regular(folder / MANIFEST) as file:
+        with filesystem.open_regular(folder / MANIFEST, follows_links=False) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - len(MANIFEST_END)))
             return file.read() != MANIFEST_END
     except FileNotFoundError:

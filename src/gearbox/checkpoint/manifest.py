@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _read_body(path: Path) -> bytes:
     """Return the part of the file below its digest. Raise CorruptCheckpoint if any byte of the file has changed."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path, follows_links=False) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 raise CorruptCheckpoint(f"{MANIFEST}: has {size:,} bytes, above the {MAX_MANIFEST_BYTES:,} limit")
             text = file.read(MAX_MANIFEST_BYTES)

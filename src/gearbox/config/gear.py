@@ -365,9 +365,7 @@ def _read_zero_json(path: Path) -> RawMapping:
         content = json.loads(read_text(path), object_pairs_hook=unique)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # ValueError is raised for invalid UTF-8 too
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: invalid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a JSON object, found {type(content).__name__}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import stat
 from collections.abc import Callable, Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from gearbox.config.recipe import (
     recipe_keys,
 )
 from gearbox.errors import UserError, did_you_mean, nearest, one_line
+from gearbox.filesystem import read_limited
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -43,13 +43,15 @@ MAX_BYTES = 2**20  # of a file of settings
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of settings. Refuse pipes and devices, which may block, and very large files."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path}: is not a regular file")
-    if status.st_size > MAX_BYTES:
-        raise UserError(f"{path}: has {status.st_size:,} bytes, but settings have at most {MAX_BYTES:,}")
-    return path.read_text(encoding="utf-8")
+    """Return the text of a file of settings. Raise UserError if it cannot be read, but FileNotFoundError if missing."""
+    try:
+        return read_limited(path, MAX_BYTES).decode()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def read_yaml(path: Path) -> RawMapping:
@@ -70,8 +72,6 @@ def read_yaml(path: Path) -> RawMapping:
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         raise UserError(f"{path}: no such file{did_you_mean(near)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
     # PyYAML also raises other errors, such as ValueError for a date in month 13.
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path}: invalid YAML: {one_line(error, None)}") from None

@@ -80,7 +80,7 @@ class Plan:
         }
         if self.job.full_size is not None:
             small = "a few narrow layers of the same architecture, random weights, no network access"
-            lines["rehearsal"] = "; ".join([small, *_shortened(recipe, self.job.full_size)])
+            lines["rehearsal"] = "; ".join([small, *shortened(recipe, self.job.full_size)])
         return lines
 
     def show(self, screen: Console) -> None:
@@ -88,7 +88,7 @@ class Plan:
         show_lines(screen, self.lines())
 
 
-def _shortened(recipe: Recipe, full_size: Recipe) -> Iterator[str]:
+def shortened(recipe: Recipe, full_size: Recipe) -> Iterator[str]:
     """Yield what is smaller in a rehearsal than in the recipe that it stands for."""
     here, there = recipe.batch, full_size.batch
     if (here.rows, here.row_tokens) != (there.rows, there.row_tokens):
