@@ -21,6 +21,7 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import unwrap
 from gearbox.errors import UserError, one_line
 from gearbox.model import loading
+from gearbox.model.pretrained import Pretrained
 from gearbox.world import World
 
 WIDTH, HEADS, HEAD_DIM, ROPE_DIM, INNER, EXPERT_INNER = 64, 4, 16, 8, 128, 64
@@ -146,7 +147,8 @@ def _problem_of(base: Path, recipe: Recipe) -> str:
     """Return why existing random weights cannot be loaded, or an empty string."""
     try:
         if base.exists():
-            loading.check_weights(str(base), recipe.model)
+            origin = Pretrained.of(recipe.model, str(base))
+            loading.check_weights(origin, origin.config())
     except Exception as error:  # any code of a family reads the damaged files
         return f"cannot be loaded ({one_line(error)})"
     return ""
