@@ -1,12 +1,14 @@
-"""Test that names from files are printed as they are, and that no other module can print markup."""
+"""Test what a screen shows: names from files as they are, and a status while something takes time."""
 
 import ast
+import io
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from gearbox import ROOT
-from gearbox.console import make_console, styled
+from gearbox.console import make_console, status, styled
 from gearbox.errors import printable
 
 NAMES = ["[/]", "[bold]x", "[red]a[/red]", ":smile:", "a\\[b]", "[link=https://a.b]c[/link]", "[/][", "{x}", "100%"]
@@ -41,3 +43,23 @@ def test_only_one_module_makes_consoles_and_none_uses_markup():
         if makes or marks or "rich.markup" in text or "from_markup" in text or "rich.print" in text or "[/]" in text:
             found.add(path.name)
     assert found == {"console.py"}
+
+
+def shown(**settings) -> str:
+    screen = Console(file=io.StringIO(), highlight=False, **settings)
+    with status(screen, "importing torch"):
+        pass
+    screen.print("next")
+    return screen.file.getvalue()
+
+
+def test_a_status_is_a_line_in_a_log_and_is_replaced_on_a_terminal():
+    assert shown(force_terminal=False) == "importing torch\nnext\n"
+    assert shown(force_terminal=True, _environ={"TERM": "xterm"}) == "importing torch\r\x1b[2Knext\n"
+    assert shown(force_terminal=True, _environ={"TERM": "dumb"}) == "importing torch\nnext\n"
+
+
+def test_only_one_rank_shows_it(capsys):
+    with status(make_console(speaks=False), "importing torch"):
+        pass
+    assert capsys.readouterr().out == ""

@@ -146,6 +146,21 @@ def signals_while_starting(draw: random.Random, times: int) -> tuple[list[str], 
     return found + ([f"twice: exit code {code}"] if code not in (130, 85) else []) + run.left(), {}
 
 
+@fault(12, "no process is left after ten seconds")
+def kill_the_launcher_while_starting(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """Kill src/launch.py and accelerate's launcher within three seconds of the first rank, while ranks import."""
+    found = []
+    for number in range(times):
+        run = Run(f"starting-{number}").start()
+        run.until(lambda run=run: run.of_kind("ranks"))
+        time.sleep(draw.choice([0, 0.05, 0.1, 0.3, 1, 3]))
+        for process in [run.process, *run.of_kind("launcher")]:
+            process.kill()
+        run.process.wait()
+        found += [f"{number}: {each}" for each in run.left()]
+    return found, {}
+
+
 @fault(3, "stack of each rank in the run's folder, late rank named; restart; step ledgers match")
 def stop_a_rank(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """Send SIGSTOP to a random rank."""

@@ -11,6 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "src")]
 
 if __name__ == "__main__":
+    import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, as in src/train.py
     from gearbox.launch import cli
 
     spec = importlib.util.spec_from_file_location("real_train", TESTS.parent / "src" / "train.py")

@@ -1,0 +1,37 @@
+"""Test the question to the saved model: it ends with the run, and a stop leaves a run that is done."""
+
+import json
+
+import psutil
+import pytest
+
+from gearbox import ROOT
+from gearbox.training import finish
+
+ASK = """
+import sys; sys.path.insert(0, {src!r})
+import gearbox.launch.lifeline, os, pathlib, signal, time
+pathlib.Path({pid!r}).write_text(str(os.getpid()))
+os.kill(os.getppid(), signal.{signal})
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 0), ("SIGKILL", -9)])
+def test_a_signal_while_the_saved_model_is_asked(train, tmp_path, monkeypatch, name, code):
+    """A script in the place of src/ask.py sends the signal to the run, and then takes long to answer."""
+    pid = tmp_path / "pid"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/ask.py").write_text(ASK.format(src=str(ROOT / "src"), pid=str(pid), signal=name))
+    monkeypatch.setattr(finish, "ROOT", tmp_path)
+    outcome = train("single", "run.name=x", load_back=True)
+    assert outcome.codes == [code], outcome.output
+    asking = int(pid.read_text())
+    assert not psutil.pid_exists(asking) or psutil.wait_procs([psutil.Process(asking)], timeout=20)[1] == []
+    assert (outcome.folder / "model/model.safetensors").is_file()
+    if name == "SIGTERM":
+        status = json.loads((outcome.folder / "status.json").read_text())
+        assert status["outcome"] == "done"
+        left = "stopped before the saved model was asked; run: python "
+        assert status["text"].startswith(left) and left in outcome.output
+        assert status["text"].endswith(f"{outcome.folder}/model Hello")
