@@ -98,6 +98,11 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
             of_recipe.append(f"model.quantize: {recipe.model.quantize} {hint} null")
         if recipe.optim.name != "adamw":
             of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
+    if recipe.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        of_recipe.append(
+            "model.attention: flash_attention_2 needs flash_attn, which is not installed; run pip install flash-attn, "
+            "or use sdpa"
+        )
     problems += [located(text, recipe, recipe_path) for text in of_recipe]
     problems += [
         f"{name}={os.environ[name]} is set in the environment, but {text}; unset it"

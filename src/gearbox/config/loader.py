@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Callable, Hashable
 from copy import deepcopy
@@ -317,9 +318,12 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
 
     Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
-    that no document of yours is cut. What the command line gives stays.
+    that no document of yours is cut. What the command line gives stays. Without its package, flash attention is replaced.
     """
-    changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"init": "random"})}
+    model: dict[str, Any] = {"init": "random"}
+    if importlib.util.find_spec("flash_attn") is None and recipe.model.attention == "flash_attention_2":
+        model["attention"] = "auto"
+    changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
     are_local = all(is_local(source.path) for source in recipe.data.sources)
     if not are_local:

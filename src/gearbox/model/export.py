@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ from gearbox import filesystem
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.unwrap import is_composite, without_adapter
 from gearbox.model import dropout
-from gearbox.model.pretrained import Pretrained
+from gearbox.model.pretrained import INDEX, Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,11 +51,21 @@ def save(
             named_as_loaded = revert_weight_conversion(model, weights)
             if is_composite(model.config):
                 named_as_loaded |= _towers(model, named_as_loaded, source)
+            sizes = {name: tensor.numel() for name, tensor in named_as_loaded.items()}  # saving consumes the tensors
             model.save_pretrained(aside, state_dict=named_as_loaded, save_original_format=False)
             _set_dtype(model.config, dtype)  # save_pretrained has written the dtype of the masters
             model.config.save_pretrained(aside)
+            _count_parameters(aside / INDEX, sizes)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
+
+
+def _count_parameters(index: Path, sizes: dict[str, int]) -> None:
+    """Correct the number of parameters in the index of a large model: transformers counts those of this rank."""
+    if index.exists():
+        content = filesystem.read_json_object(index)
+        content["metadata"]["total_parameters"] = sum(sizes[name] for name in content["weight_map"])
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -110,7 +121,13 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: st
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
 
-def stored_dtype(config: PretrainedConfig) -> torch.dtype:
+def stored_dtype(config: PretrainedConfig, source: Pretrained) -> torch.dtype:
     """Return the dtype of the weights in a pretrained checkpoint, which is also the dtype of the saved model."""
     dtype = config.dtype or config.get_text_config().dtype
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    for path in source.weight_files()[:1]:
+        with safe_open(path, "pt") as file:
+            found = {file.get_tensor(name).dtype for name in [*file.keys()][:1]}
+        return next((one for one in found if one.is_floating_point), torch.float32)
+    return torch.float32

@@ -108,7 +108,7 @@ def load(
     compute = torch.bfloat16 if precision == "bf16" else torch.float32
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
-    config = architecture(source, settings)
+    config = Pretrained.of(settings, source).config()
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(config, settings.attention)}
     options |= engine_options or {}
     if settings.quantize:
@@ -183,6 +183,8 @@ def _check_saving(model: PreTrainedModel, origin: Pretrained) -> None:
 
 def _attention(config: PretrainedConfig, chosen: str = "auto") -> str:
     """Return the attention to use. auto is sdpa if the family supports it, else eager (Gemma 2, gpt-oss)."""
+    if chosen == "flash_attention_2" and not torch.cuda.is_available():
+        raise UserError("model.attention: flash_attention_2 needs a GPU; use sdpa")
     if chosen != "auto":
         return chosen
     return "sdpa" if getattr(model_class(config), "_supports_sdpa", True) else "eager"
@@ -218,11 +220,6 @@ def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
             f"model.quantize: {model.quantize} quantizes linear layers, but most weights of {model.name} are "
             "experts; use model.quantize=null (adapters also reach the experts)"
         )
-
-
-def architecture(source: str, model: Model) -> PretrainedConfig:
-    """Return the config of the weights at `source`. Raise UserError if it cannot be read."""
-    return Pretrained.of(model, source).config()
 
 
 def fingerprint(source: str, recipe: Recipe) -> str | None:

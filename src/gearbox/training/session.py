@@ -108,13 +108,14 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
     num_layers = max(2, gear.degree("pp"))
     source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers, world.screen.print)
-    config = loading.architecture(source, recipe.model)
+    origin = Pretrained.of(recipe.model, source)
+    config = origin.config()
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     num_positions = probes.num_positions(config)
     if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
         world.screen.print(f"hint: {hint}")
     if recipe.model.init == "pretrained":
-        _check_weights_of_nodes(Pretrained.of(recipe.model, source), config, world)
+        _check_weights_of_nodes(origin, config, world)
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
@@ -125,7 +126,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
-    unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config)
+    unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
 
