@@ -1,7 +1,7 @@
 """Keep secrets out of a run's output: the values of environment variables with names like TOKEN or PASSWORD.
 
-The password of a URL is removed too. A secret that is written in two parts, by a library that is not Python, or past
-the first characters of a shortened text, is not recognized.
+The password of a URL is removed too. Three cases are not recognized: a secret that is written in two parts, one that
+is shortened, and one that a library prints without Python.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
 
     Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
-    that no document of yours is cut. What the command line gives stays. Without its package, flash attention is replaced.
+    that no document of yours is cut. What the command line gives stays. Flash attention needs its package.
     """
     model: dict[str, Any] = {"init": "random"}
     if importlib.util.find_spec("flash_attn") is None and recipe.model.attention == "flash_attention_2":

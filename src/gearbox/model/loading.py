@@ -261,11 +261,12 @@ def load_for_answers(
     options = origin.options | {"dtype": "auto", "use_safetensors": True, "attn_implementation": _attention(config)}
     try:
         model = loader.from_pretrained(origin.name, config=config, **options)
+        origin = saved
         if is_adapter:
             model = _with_saved_adapter(model, folder, len(tokenizer))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # hostile files raise many types of exception
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         raise origin.explain(error) from None
     if not is_adapter and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
         raise saved.refuse(f"{str(folder)!r}: its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from gearbox.config.adapter_settings import WEIGHTS
 from gearbox.config.recipe import Model
 from gearbox.errors import UserError, one_line
 from gearbox.filesystem import MAX_JSON_BYTES, read_json_object
@@ -53,7 +54,7 @@ class Pretrained:
     """What the user sets to let the model's code run."""
     is_offline: bool = False
     is_adapter: bool = False
-    """Only the tokenizer is read from an adapter's folder."""
+    """It has no config.json, and its weights are in another file."""
 
     @classmethod
     def of(cls, model: Model, source: str | None = None, is_offline: bool = False) -> Pretrained:
@@ -146,7 +147,7 @@ class Pretrained:
 
     def weight_files(self) -> list[Path]:
         """Return the files that from_pretrained reads. Those of a Hub model must have been downloaded."""
-        names = self._shards() or [SINGLE]
+        names = [WEIGHTS] if self.is_adapter else self._shards() or [SINGLE]
         return [path for path in map(self._find, names) if path is not None]
 
     def _shards(self) -> list[str]:
