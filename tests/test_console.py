@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gearbox import ROOT
-from gearbox.console import make_console, status, styled
-from gearbox.errors import printable
+from gearbox.console import make_console, printable, status, styled
 
 NAMES = ["[/]", "[bold]x", "[red]a[/red]", ":smile:", "a\\[b]", "[link=https://a.b]c[/link]", "[/][", "{x}", "100%"]
 

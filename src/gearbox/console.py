@@ -14,8 +14,6 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
-from gearbox.errors import printable
-
 
 class Screen(Console):
     """A console that finds no markup, emoji or terminal command in a string."""
@@ -28,6 +26,11 @@ class Screen(Console):
 def make_console(speaks: bool, stderr: bool = False) -> Screen:
     """Return a console that prints only if `speaks` is True, so that callers need not check their rank."""
     return Screen(quiet=not speaks, stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

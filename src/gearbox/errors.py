@@ -9,11 +9,6 @@ class UserError(Exception):
     """An error that the user can fix. Its text is shown without a traceback."""
 
 
-def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
-
-
 def one_line(error: BaseException, limit: int | None = 300) -> str:
     """Return the first `limit` characters of the error's text on one line. Library errors can span pages."""
     return " ".join(str(error).split())[:limit]

@@ -117,7 +117,9 @@ def test_what_reports_mistakes_imports_nothing_heavy():
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear"])
+@pytest.mark.parametrize(
+    "names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear", "gearbox.training.resume"]
+)
 def test_files_are_checked_without_torch(names):
     code = f"import sys, {names}; print({{*sys.argv}} & {{*sys.modules}})"
     command = [sys.executable, "-c", code, *HEAVY]

@@ -201,7 +201,7 @@ def test_corrupt_checkpoints_are_named_and_skipped(train):
 
 
 def test_made_up_manifests_are_passed_over(train):
-    """Each has the right digest. The run resumes from the one good checkpoint, with one line for each other one."""
+    """Write manifests whose digest matches: the run names each in one line, and resumes from the good checkpoint."""
     first = checked(train("single", *STEPS, "run.name=x", "train.steps=10", "save.keep=10"))
     unfinished(first.folder)
     made_up = [
@@ -230,7 +230,7 @@ def test_made_up_manifests_are_passed_over(train):
 def test_names_with_markup_are_printed_as_they_are(train, tmp_path, chats):
     odd = tmp_path / "[red]a[/] :smile: \x1b[2J"
     odd.mkdir(parents=True)
-    path = odd / "chats[/b].jsonl"
+    path = odd / "chats[b].jsonl"
     path.write_bytes(chats.read_bytes())
     given = (*STEPS, f"data.path={json.dumps(str(path))}", f"run.dir={json.dumps(str(odd / 'runs'))}", "run.name=x")
     first = checked(train("single", *given))
@@ -240,7 +240,7 @@ def test_names_with_markup_are_printed_as_they_are(train, tmp_path, chats):
     assert f"resuming from {shown}/runs/x/checkpoints/step-2 at step 2 of 3" in again.output
     for outcome in (first, again):
         assert f"done: model saved to {shown}/runs/x/model" in outcome.output and "\x1b" not in outcome.output
-        assert f"{shown}/chats[/b].jsonl:1" in outcome.output
+        assert f"{shown}/chats[b].jsonl:1" in outcome.output
     unfinished(odd / "runs" / "x")
     refused = train("single", *given, "optim.lr=1")
     assert refused.codes == [2] and "was made by another recipe" in refused.output

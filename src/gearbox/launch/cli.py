@@ -23,7 +23,7 @@ from gearbox import ROOT, console
 from gearbox.config.job import Job
 from gearbox.config.loader import DEFAULT_RECIPE, keys_meant
 from gearbox.config.recipe import recipe_keys
-from gearbox.errors import UserError, printable
+from gearbox.errors import UserError
 from gearbox.launch import lifeline
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.outcome import (
@@ -128,7 +128,7 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
             _exit(code or 0)
         sys.exit(code)
     except UserError as error:
-        _refuse("\n".join(f"gearbox: {line}" for line in printable(str(error)).splitlines()))
+        _refuse("\n".join(f"gearbox: {line}" for line in console.printable(str(error)).splitlines()))
     except KeyboardInterrupt:
         _exit(EXIT_INTERRUPTED)
     except Exception as error:
