@@ -1,7 +1,10 @@
 """Test each check of verification.verify: it passes on a correct run and refuses a broken one."""
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gearbox.config.gear import Gear
 from gearbox.distributed import engine, process_group, verification
@@ -90,6 +93,19 @@ def test_sharded_gears_hold_a_half(train):
         output = train(gear, ranks=ranks).output
         held, whole = [float(word) for word in output.split("parameters on rank 0")[1].split()[:3:2]]
         assert held / whole == pytest.approx(0.5, abs=0.1), output
+
+
+def test_the_plan_counts_trained_and_all_weights(train):
+    """Sharded, packed in 4 bits, or divided into stages: the counts are those of the files on the disk."""
+    gears = [("single", 1, "null"), ("fsdp", 2, "nf4"), ("zero3", 2, "null"), ("pp", 2, "null")]
+    for gear, ranks, quantize in gears:
+        outcome = train(gear, "adapter.method=lora", f"model.quantize={quantize}", ranks=ranks)
+        base, adapter = (
+            sum(t.numel() for file in (outcome.folder / name).rglob("*.safetensors") for t in load_file(file).values())
+            for name in ("base", "model")
+        )
+        expected = f"{adapter:,} of {base + adapter:,} weights ({adapter / (base + adapter):.2%})"
+        assert re.search(r"^trained +(.*)", outcome.output, re.M)[1] == expected, gear
 
 
 @pytest.mark.parametrize("gear", ["zero1", "zero2"])

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from gearbox import ROOT
-from gearbox.reporting import preview
+from gearbox.reporting import plan, preview
+from support.corpora import arranged, jsonl, recipe_of
 from support.documents import Made
 
 
@@ -51,6 +52,18 @@ def test_documents_and_counts(call):
     assert "1 duplicates" in facts["document lengths"]
     filled, padding = (float(n) for n in re.findall(r"([\d.]+)%", facts["packed rows"]))
     assert filled + padding == pytest.approx(100, abs=0.11)
+
+
+@pytest.mark.parametrize(("num_long", "warns"), [(0, False), (2, False), (3, True), (40, True)])
+def test_many_documents_that_are_cut_are_a_warning(tokenizer, tmp_path, num_long, warns):
+    records = [chat("q", f"{'a' * 60 if i < num_long else 'a'} {i}") for i in range(40)]
+    path, given = jsonl(tmp_path / "a.jsonl", records), "batch.row_tokens=32"
+    facts = plan.data_facts(recipe_of(path, given), *arranged(tokenizer, path, given), tokenizer)
+    assert f"{num_long} truncated" in facts["document lengths"]
+    assert facts.get("warning", "").startswith(f"{num_long} of 40 documents lose their end") == warns
+    assert ("warning" in facts) == warns
+    split = f"{given} data.long=split".split()
+    assert "warning" not in plan.data_facts(recipe_of(path, *split), *arranged(tokenizer, path, *split), tokenizer)
 
 
 @pytest.mark.cold

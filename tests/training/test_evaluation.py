@@ -1,5 +1,7 @@
 """Test that held-out loss, exact match and sample answers match the model on any number of ranks."""
 
+import re
+
 import pytest
 import transformers
 
@@ -47,6 +49,17 @@ def test_exact_match_equals_that_of_greedy_decoding(train, tmp_path):
     exact = outcome.lines("eval_exact_match")[-1]["eval_exact_match"]
     assert 0 < exact < 1, "the comparison needs right and wrong answers"
     assert exact == pytest.approx(right / len(held_out))
+
+
+def test_exact_match_is_left_out_where_answers_are_long(train, tmp_path):
+    chats = [{"instruction": f"q{i}", "output": "abcd" * 9} for i in range(20)]
+    path = jsonl(tmp_path / "long.jsonl", chats)
+    outcome = train("single", f"data.path={path}", "eval.fraction=0.5", "train.steps=1")
+    assert outcome.codes == [0], outcome.output
+    assert outcome.lines("eval_loss") and "held-out loss" in outcome.output
+    report = (outcome.folder / "report.html").read_text()
+    logged = str(outcome.lines("eval_loss"))
+    assert not any(re.search("exact match|eval_exact", text) for text in (outcome.output, report, logged))
 
 
 def test_chats_of_unusual_shape_end_without_a_traceback(train, tmp_path):

@@ -20,6 +20,7 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.sharded_state import Zero3Shard, shard_of
+from gearbox.distributed.unwrap import resharded_parameters
 from gearbox.errors import UserError
 from gearbox.world import World
 
@@ -205,6 +206,18 @@ def _local_and_full_bytes(parameters: Iterable[tuple[str, nn.Parameter]]) -> tup
         local += shard.local_numel * parameter.element_size()
         full += math.prod(shard.full_shape) * parameter.element_size()
     return local, full
+
+
+def count_weights(model: nn.Module, world: World) -> tuple[int, int]:
+    """Return the numbers of trained weights and of all weights, over all stages. A weight in 4 bits counts as one."""
+    counts = {}
+    for name, parameter in resharded_parameters(model):
+        module, _, kind = name.rpartition(".")
+        packed = getattr(model.get_submodule(module), "quant_state", None) if kind == "weight" else None
+        shape = shard_of(name, parameter).full_shape if packed is None else packed.shape
+        counts[name] = (math.prod(shape), parameter.requires_grad)
+    of_all = {name: count for of_rank in world.gather(counts) for name, count in of_rank.items()}.values()
+    return sum(count for count, is_trained in of_all if is_trained), sum(count for count, _ in of_all)
 
 
 def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:

@@ -143,11 +143,11 @@ class Metrics:
             left = self.state.seconds / step * (self.num_steps - step)
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
-    def evaluation(self, loss: float, exact_match: float) -> None:
+    def evaluation(self, loss: float, exact_match: float | None) -> None:
         """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
-        self.log(eval_loss=loss, eval_exact_match=exact_match)
-        step = f"step {self.state.step}/{self.num_steps}"
-        self.screen.print(f"{step}  held-out loss {loss:.4f}  exact match {exact_match:.1%}")
+        self.log(eval_loss=loss, **({} if exact_match is None else {"eval_exact_match": exact_match}))
+        exact = "" if exact_match is None else f"  exact match {exact_match:.1%}"
+        self.screen.print(f"step {self.state.step}/{self.num_steps}  held-out loss {loss:.4f}{exact}")
         self.last = time.perf_counter()
 
     def save(self, facts: SaveFacts | SaveFailure) -> None:

@@ -21,6 +21,8 @@ from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
 
+WARNING = "warning"
+MANY_TRUNCATED = 0.05  # share of the documents
 METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
 
 
@@ -34,6 +36,8 @@ class Plan:
     """Lines about the data, by label, from `data_facts`."""
     facts: EngineFacts
     """Facts read from the running engine."""
+    num_weights: tuple[int, int]
+    """Numbers of trained weights and of all weights."""
     leakage: Leakage | None
     """Result of the packing check; None if rows are not packed."""
     router_weight: float
@@ -50,7 +54,7 @@ class Plan:
 
     def lines(self) -> dict[str, str]:
         """Return each line's text by its label."""
-        lines = self._requested() | self.data | self.facts.lines
+        lines = self._requested() | {"trained": self._trained()} | self.data | self.facts.lines
         if self.leakage is not None:
             lines["packing check"] = self.leakage.describe()
         if self.router_weight:
@@ -58,6 +62,13 @@ class Plan:
         if self.switched_off:
             lines["dropout"] = f"off, where config.json has {listed(self.switched_off)} (model.dropout=true keeps it)"
         return lines | {"checkpoints": self.disk.describe(), "run folder": str(self.folder)}
+
+    def _trained(self) -> str:
+        """Return how many weights are trained, and their share."""
+        trained, total = self.num_weights
+        if trained == total:
+            return f"all {total:,} weights"
+        return f"{trained:,} of {total:,} weights ({trained / total:.2%})"
 
     def _requested(self) -> dict[str, str]:
         """Return the lines that follow from the recipe and the gear."""
@@ -106,7 +117,7 @@ def _count(number: int, noun: str) -> str:
 def show_lines(screen: Console, lines: dict[str, str]) -> None:
     """Print each label and its text, with the texts aligned in one column."""
     for name, text in lines.items():
-        screen.print(styled((f"{name:<24}", "cyan"), text))
+        screen.print(styled((f"{name:<24}", "bold red" if name == WARNING else "cyan"), text))
 
 
 def data_facts(
@@ -132,6 +143,11 @@ def data_facts(
         f"median {median}, p90 {p90}, p99 {p99}, max {lengths.max():,} tokens; "
         f"{prepared.num_truncated:,} truncated, {prepared.num_split:,} split, {prepared.num_duplicates:,} duplicates"
     )
+    if prepared.num_truncated > MANY_TRUNCATED * prepared.num_read:
+        shown[WARNING] = (
+            f"{prepared.num_truncated:,} of {prepared.num_read:,} documents lose their end, because they are longer "
+            f"than batch.row_tokens={recipe.batch.row_tokens}; raise it, or set data.long=split"
+        )
     if rows.packing:
         rows_label, padding = "packed rows", 1 - rows.filled
         shown[rows_label] = (
