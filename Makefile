@@ -79,7 +79,7 @@ bench: $(STAMP) smollm2  ## measure data preparation, checkpoint cost and pipeli
 pictures: $(STAMP)  ## measure and draw docs/pictures and the proof table of README (15 min)
 	$(BIN)/python benchmarks/pictures
 
-schema: $(STAMP)  ## write recipes/schema.json for editors, and docs/recipe.md
+schema: $(STAMP)  ## write recipes/schema.json for editors, docs/recipe.md and docs/gear-keys.md
 	$(BIN)/python src/schema.py
 
 smollm2: $(STAMP)  ## create models/smollm2-135m, a real model with 135M weights

@@ -1,8 +1,9 @@
-"""Write the JSON Schema of a recipe, and the reference page made from it.
+"""Write the JSON Schema of a recipe, and the reference pages of recipes and gears.
 
 Usage: python src/schema.py
 
-It writes recipes/schema.json and docs/recipe.md from src/gearbox/config/recipe.py.
+It writes recipes/schema.json and docs/recipe.md from src/gearbox/config/recipe.py, and docs/gear-keys.md from
+gear_keys.py of that folder.
 
 Exit codes: 0 written; 2 a user error.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gearbox import ROOT
+from gearbox.config.gear_keys import FAMILIES, FLAGS, GEAR, ZERO_JSON, Key, Table
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli
@@ -50,6 +52,36 @@ READ_NEXT = [
     "- [Methods](methods.md): full, LoRA, DoRA and QLoRA training",
     "- [Which strategy fits](parallelism.md): what the gear decides, and what the recipe decides",
 ]
+GEAR_REFERENCE = ROOT / "docs" / "gear-keys.md"
+GEAR_INTRODUCTION = """# Keys and flags of a gear
+
+```bash
+python src/launch.py ddp --num_processes=2
+```
+
+A gear is an Accelerate config file. Under ZeRO it also has a JSON file for DeepSpeed. A flag of `accelerate launch`
+overrides the file. `src/launch.py` takes the same flags, as `--flag=value`.
+
+Accelerate and DeepSpeed ignore many keys that they do not use. A run ignores none. Each key and each flag is one of
+these:
+
+- **honoured**: its value decides how the run starts or trains.
+- **refused**: the run does not do this. Any value but those in the table ends in one line, with what to do instead.
+- **without effect**: it changes nothing that the run computes.
+
+Files of `accelerate config` work, for plain data parallelism and for FSDP version 2. A gear for ZeRO names a JSON
+file, because the questions about ZeRO cover only a part of it. Variables by which Accelerate would change a run, such
+as `ACCELERATE_DYNAMO_BACKEND`, are refused too.
+
+`make schema` writes this page from `src/gearbox/config/gear_keys.py`. The tests compare that file with Accelerate and
+DeepSpeed, so a new key of a new version fails a test.
+"""
+GEAR_READ_NEXT = """## Read next
+
+- [Which strategy fits](parallelism.md): choose a gear
+- [Recipe reference](recipe.md): the keys that decide what to train
+- [Troubleshooting](troubleshooting.md): messages and what to change
+"""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minItems": "items ≥"}
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
 
@@ -99,11 +131,44 @@ def reference() -> str:
     return "\n".join([*lines, *READ_NEXT, ""])
 
 
+def key_rows(table: Table, group: str = "") -> Iterator[tuple[str, Key]]:
+    """Yield each key of a gear's file with its groups, and what it does."""
+    for name, key in table.items():
+        if isinstance(key, Key):
+            yield group + name, key
+        else:
+            yield from key_rows(key, f"{group}{name}.")
+
+
+def key_table(rows: dict[str, Key]) -> list[str]:
+    """Return the lines of a table of keys. Up to 8 keys that do the same share a line."""
+    names: dict[Key, list[str]] = {}
+    for name, key in rows.items():
+        names.setdefault(key, []).append(f"`{name}`")
+    lines = ["| key | effect | values | meaning, or what decides instead |", "|---|---|---|---|"]
+    for key, same in sorted(names.items(), key=lambda row: row[0].effect):
+        for i in range(0, len(same), 8):
+            lines.append(f"| {', '.join(same[i : i + 8])} | {key.effect} | {key.values.text} | {key.text} |")
+    return lines
+
+
+def gear_reference() -> str:
+    """Return the reference page of gears: keys of the file, keys of the JSON, and flags."""
+    flags = FLAGS | {f"{start}*": key for start, key in FAMILIES.items()}
+    parts = {
+        "Keys of the gear": dict(key_rows(GEAR)),
+        "Keys of the ZeRO JSON": dict(key_rows(ZERO_JSON)),
+        "Flags of the launcher": {f"--{name}": key for name, key in flags.items()},
+    }
+    lines = [line for title, rows in parts.items() for line in (f"## {title}", "", *key_table(rows), "")]
+    return "\n".join([GEAR_INTRODUCTION, *lines, GEAR_READ_NEXT])
+
+
 def main(arguments: list[str]) -> None:
-    """Write both files."""
+    """Write the three files."""
     if arguments:
         raise UserError(f"usage: {cli.usage(__doc__)}")
-    for path, text in ((SCHEMA, schema()), (REFERENCE, reference())):
+    for path, text in ((SCHEMA, schema()), (REFERENCE, reference()), (GEAR_REFERENCE, gear_reference())):
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
 

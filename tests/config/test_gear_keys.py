@@ -332,6 +332,13 @@ def test_a_hostile_json_is_refused(tmp_path):
     assert refusal(path) == f"{tmp_path}/zero.json: duplicate key 'enabled'; keep one"
 
 
+def test_harmless_values_are_not_passed_to_deepspeed(tmp_path):
+    """DeepSpeed stops at the mere name of a key that it has removed."""
+    harmless = {"amp": {"enabled": False}, "elasticity": {}, "sparse_gradients": False, "wandb": {"enabled": False}}
+    loaded = load_gear(written(tmp_path, "zero3", harmless | {"gradient_allreduce_op": "mean"}))
+    assert set(loaded.zero_json) & {*harmless, "gradient_allreduce_op"} == set()
+
+
 # Flags
 
 BASE = {"FSDP": "fsdp", "DEEPSPEED": "zero3", "NO": "single", "MULTI_GPU": "ddp"}
@@ -341,6 +348,7 @@ OTHER = {
     "main_process_port": "29501", "gpu_ids": "0,1", "debug": "true", "fsdp_version": "2",
     "fsdp_offload_params": "true", "fsdp_reshard_after_forward": "false", "fsdp_auto_wrap_policy": "NO_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_min_num_params": "5", "fsdp_cpu_ram_efficient_loading": "false",
+    "deepspeed_multinode_launcher": "standard",
     "deepspeed_config_file": str(ROOT / "ds_configs/zero2.json"), "zero3_init_flag": "true",
 }  # fmt: skip
 
@@ -365,7 +373,7 @@ def test_an_honoured_flag_changes_the_gear(flag):
     group = next((name for name, table in GROUPS.items() if flag in table), None)
     settings = after.settings[group] if group else after.settings
     assert str(settings[flag]).lower() == OTHER[flag].lower()
-    assert before != after or flag in ("fsdp_version", "zero3_init_flag")
+    assert before != after or flag in ("fsdp_version", "zero3_init_flag", "deepspeed_multinode_launcher")
     assert refusal(gear_of(flag), {flag: "[]\0"}).startswith(f"--{flag}")
 
 

@@ -93,6 +93,7 @@ def test_rehearsal_of_an_unknown_architecture_names_the_missing_file(train):
 def test_the_schema_and_the_reference_are_current():
     assert schema.SCHEMA.read_text() == schema.schema(), "run `make schema`"
     assert schema.REFERENCE.read_text() == schema.reference(), "run `make schema`"
+    assert schema.GEAR_REFERENCE.read_text() == schema.gear_reference(), "run `make schema`"
 
 
 def test_the_reference_names_every_key():

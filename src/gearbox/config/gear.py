@@ -228,7 +228,7 @@ def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMappi
         elif isinstance(known, Key):
             if text := None if value is None and not group else known.problem(value):  # null at the top means absent
                 problems.append((name, text))
-            elif value is not None and (known.effect != "refused" or value not in ([], {})):
+            elif value is not None and known.effect != "refused":  # a refused key may only ask for nothing
                 kept[key] = value
         elif isinstance(value, dict):
             kept[key], below = _check(value, known, f"{name}.")

@@ -80,12 +80,14 @@ def honoured(values: Values, text: str = "") -> Key:
 
 def refused(text: str, *harmless: object) -> Key:
     """Return a key that may only have a value which asks for nothing: null, or one of `harmless` in any spelling."""
-    spellings = {str(value).lower() for value in (None, *harmless)}
+    spellings = dict.fromkeys(str(value).lower() for value in (*harmless, None))
 
     def contains(value: object) -> bool:
-        return value in ([], {}) or (isinstance(value, str | int | float | None) and str(value).lower() in spellings)
+        if isinstance(value, dict):
+            return not value or value.get("enabled") is False
+        return value == [] or (isinstance(value, str | int | float | None) and str(value).lower() in spellings)
 
-    return Key("refused", Values(" or ".join(str(value) for value in harmless), contains), text)
+    return Key("refused", Values(" or ".join(list(spellings)[:-1]), contains), text)
 
 
 def ignored(values: Values, text: str) -> Key:
@@ -120,7 +122,9 @@ FSDP: Table = {
     "fsdp_version": honoured(choice(2, "2", text="2; version 1 is not supported")),
     "fsdp_offload_params": honoured(SPELLED, "parameters, gradients and optimizer state in host memory"),
     "fsdp_reshard_after_forward": honoured(SPELLED, "free the gathered parameters between forward and backward"),
-    "fsdp_auto_wrap_policy": honoured(choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+    "fsdp_auto_wrap_policy": honoured(
+        choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "what is gathered at a time"
+    ),
     "fsdp_transformer_layer_cls_to_wrap": honoured(TEXT, "the layers that are gathered one at a time"),
     "fsdp_min_num_params": honoured(INTEGER, "the size that SIZE_BASED_WRAP wraps"),
     "fsdp_cpu_ram_efficient_loading": honoured(SPELLED, "shard the weights that rank 0 has read"),
@@ -152,12 +156,8 @@ INLINE_ZERO: dict[str, Key] = {
 DEEPSPEED: Table = {
     "deepspeed_config_file": honoured(TEXT, "the ZeRO JSON"),
     "zero3_init_flag": honoured(SPELLED, "must be true for stage 3, which shards weights while they load"),
-    "deepspeed_multinode_launcher": refused(
-        "only standard is supported; start the launcher on each machine (docs/cluster.md)", "standard"
-    ),
-    "deepspeed_hostfile": refused(OTHER_LAUNCHERS),
-    "deepspeed_exclusion_filter": refused(OTHER_LAUNCHERS),
-    "deepspeed_inclusion_filter": refused(OTHER_LAUNCHERS),
+    "deepspeed_multinode_launcher": honoured(choice("standard"), "start the launcher on each machine"),
+    **{f"deepspeed_{what}": refused(OTHER_LAUNCHERS) for what in ("hostfile", "exclusion_filter", "inclusion_filter")},
     "deepspeed_moe_layer_cls_names": refused(zero_json("zero_optimization.leaf_module")),
     **INLINE_ZERO,
 }
@@ -173,7 +173,7 @@ DEGREES = {
 }
 SCHEDULES = ("1f1b", "gpipe")
 PARALLELISM: Table = {
-    **{f"parallelism_config_{name}_size": honoured(POSITIVE) for name in DEGREES},
+    **{f"parallelism_config_{name}_size": honoured(POSITIVE, "the degree of parallelism") for name in DEGREES},
     "parallelism_config_pp_schedule": honoured(choice(*SCHEDULES), "the order of a pipeline's stages"),
     "parallelism_config_cp_backend": refused("only torch is supported; remove it", "torch"),
     "parallelism_config_cp_comm_strategy": refused("only allgather is supported; remove it", "allgather"),
@@ -185,9 +185,7 @@ PARALLELISM: Table = {
 DYNAMO: Table = {
     "dynamo_backend": refused(COMPILE, "no"),
     "dynamo_mode": refused(COMPILE, "default"),
-    "dynamo_use_fullgraph": refused(COMPILE, False),
-    "dynamo_use_dynamic": refused(COMPILE, False),
-    "dynamo_use_regional_compilation": refused(COMPILE, False),
+    **{f"dynamo_use_{what}": refused(COMPILE, False) for what in ("fullgraph", "dynamic", "regional_compilation")},
 }
 SAGEMAKER_KEYS = """
     ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version transformers_version
@@ -201,9 +199,9 @@ GEAR: Table = {
         choice("bf16", "no", text='bf16, or "no" (quoted) for fp32'), "the precision of forward and backward"
     ),
     "num_processes": honoured(POSITIVE, "the number of ranks on all machines"),
-    "num_machines": honoured(POSITIVE),
-    "machine_rank": honoured(INTEGER),
-    "main_process_ip": honoured(TEXT),
+    "num_machines": honoured(POSITIVE, "the number of machines"),
+    "machine_rank": honoured(INTEGER, "the number of this machine"),
+    "main_process_ip": honoured(TEXT, "the address of machine 0"),
     "main_process_port": honoured(INTEGER, "0 takes any free port"),
     "gpu_ids": honoured(TEXT, 'quoted, such as "0,1", or all'),
     "use_cpu": honoured(TRUTH, "true is allowed for one process on a machine without a GPU"),
@@ -255,7 +253,7 @@ FLAGS: dict[str, Key] = {
     "tee": honoured(TEXT, "copy the ranks' output to --log_dir"),
     **dict.fromkeys(("log_dir", "role"), honoured(TEXT)),
     "max_restarts": honoured(INTEGER, "restarts by torch's launcher"),
-    "monitor_interval": honoured(NUMBER, "seconds between two looks at the ranks"),
+    "monitor_interval": honoured(NUMBER, "seconds between two checks of the ranks"),
     "module": honoured(TRUTH, "the script is a module"),
     "no_python": honoured(TRUTH, "the script is a program"),
     "quiet": ignored(TRUTH, "shortens the launcher's own traceback"),
@@ -275,6 +273,7 @@ REMOVED = "DeepSpeed has removed it; remove it"
 NOT_USED = "is not supported; remove it"
 MONITORS = "each run writes metrics.jsonl and report.html; remove it"
 BF16_MASTERS = "is decided by the recipe (optim.master_weights), which ZeRO keeps in fp32; remove it"
+AVERAGED = "gradients are averaged over the ranks; remove it"
 QUANTIZED = "would quantize what ranks exchange; remove it"
 OLD_OFFLOAD = "is an old key; use offload_param or offload_optimizer"
 OFFLOAD: Table = {
@@ -329,7 +328,6 @@ ZERO: Table = {
     **dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"), refused(OLD_OFFLOAD, False)),
     **dict.fromkeys(("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"), refused(REMOVED)),
 }
-OFF: Table = {"enabled": refused(NOT_USED, False)}
 ZERO_JSON: Table = {
     "train_batch_size": honoured(or_auto(POSITIVE), "must agree with the recipe (batch.rows)"),
     "train_micro_batch_size_per_gpu": honoured(or_auto(POSITIVE), "must agree with the recipe (batch.micro_rows)"),
@@ -357,8 +355,8 @@ ZERO_JSON: Table = {
     },
     **dict.fromkeys(("flops_profiler", "comms_logger", "timers"), honoured(MAPPING, "DeepSpeed prints it")),
     **dict.fromkeys("wall_clock_breakdown memory_breakdown dump_state disable_python_gc".split(), honoured(TRUTH)),
-    "log_level": honoured(TEXT, "of DeepSpeed"),
-    "steps_per_print": ignored(ANY, "each step has a line of ours"),
+    "log_level": honoured(TEXT, "the log of DeepSpeed"),
+    "steps_per_print": ignored(ANY, "Gearbox prints each step"),
     "checkpoint": ignored(MAPPING, "checkpoints do not depend on the engine"),
     "dataloader_drop_last": ignored(TRUTH, "DeepSpeed loads no data"),
     "optimizer": refused("is set by the recipe (optim:); remove it"),
@@ -372,10 +370,10 @@ ZERO_JSON: Table = {
             ignored(ANY, "fp16 is off"),
         ),
     },
-    "torch_autocast": {**OFF, "dtype": ignored(ANY, "it is off"), "lower_precision_safe_modules": ignored(ANY, "off")},
-    "prescale_gradients": refused("gradients are averaged over the ranks; remove it", False),
-    "gradient_predivide_factor": refused("gradients are averaged over the ranks; remove it", 1, 1.0),
-    "gradient_allreduce_op": refused("gradients are averaged over the ranks; remove it", "mean"),
+    "torch_autocast": refused(NOT_USED),
+    "prescale_gradients": refused(AVERAGED, False),
+    "gradient_predivide_factor": refused(AVERAGED, 1, 1.0),
+    "gradient_allreduce_op": refused(AVERAGED, "mean"),
     "managed_gradient_accumulation": refused(NOT_USED, True),
     "disable_allgather": refused(NOT_USED, False),
     "compile": refused(COMPILE),
