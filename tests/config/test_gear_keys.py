@@ -141,8 +141,8 @@ def ask(monkeypatch, path, answers: dict[str, object]):
 
 
 GPUS = {"Which type of machine": "multi-GPU", "How many GPU(s)": "2", "Do you wish to use mixed": "bf16"}
-FSDP = GPUS | {"Do you want to use FullySharded": "yes", "What should be your FSDP version": "2",
-               "Do you want to use the model's `_no_split_modules`": "yes"}  # fmt: skip
+BY_SIZE = GPUS | {"Do you want to use FullySharded": "yes", "What should be your FSDP version": "2"}
+FSDP = BY_SIZE | {"Do you want to use the model's `_no_split_modules`": "yes"}
 ZERO_ANSWERS = GPUS | {"Do you want to use DeepSpeed": "yes"}
 ZERO_FILE = {"Do you want to specify a json": "yes", "Please enter the path to the json": "ds_configs/zero3.json"}
 MACHINES = {
@@ -182,6 +182,8 @@ def test_a_file_of_accelerate_config_loads(monkeypatch, tmp_path, answers, engin
         (GPUS | {"Do you wish to optimize": "yes"}, "dynamo_config.dynamo_backend: models are not compiled; remove it"),
         (FSDP | {"Do you want to enable FSDP activation": "yes"},
          "fsdp_activation_checkpointing: is decided by the recipe (model.gradient_checkpointing); remove it"),
+        (BY_SIZE | {"What should be your auto wrap": "SIZE_BASED_WRAP"},
+         "fsdp_auto_wrap_policy: must be TRANSFORMER_BASED_WRAP or NO_WRAP, found 'SIZE_BASED_WRAP'"),
         (FSDP | {"What should be your FSDP version": "1"}, "fsdp_config.fsdp_version: must be 2; version 1"),
         (ZERO_ANSWERS, "deepspeed_config.deepspeed_config_file: must name a JSON file such as ds_configs/zero3.json"),
         (ZERO_ANSWERS, "deepspeed_config.zero_stage: is set by the ZeRO JSON (zero_optimization.stage); remove it"),
@@ -347,7 +349,7 @@ OTHER = {
     "mixed_precision": "no", "num_processes": "3", "num_machines": "2", "machine_rank": "1", "main_process_ip": "a",
     "main_process_port": "29501", "gpu_ids": "0,1", "debug": "true", "fsdp_version": "2",
     "fsdp_offload_params": "true", "fsdp_reshard_after_forward": "false", "fsdp_auto_wrap_policy": "NO_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_min_num_params": "5", "fsdp_cpu_ram_efficient_loading": "false",
+    "fsdp_transformer_layer_cls_to_wrap": "A", "fsdp_cpu_ram_efficient_loading": "false",
     "deepspeed_multinode_launcher": "standard",
     "deepspeed_config_file": str(ROOT / "ds_configs/zero2.json"), "zero3_init_flag": "true",
 }  # fmt: skip
