@@ -304,7 +304,7 @@ def test_what_loads_is_what_deepspeeds_own_models_take(tmp_path):
         ("? [a]\n: 1", "invalid YAML"),
         ("num_processes: 2020-12-05\ndistributed_type: [NO]", 'distributed_type: must be "NO" (quoted'),
         ("\0\1\2", "invalid YAML"),
-        ("#" + " " * 2**20, "has 1,048,577 bytes, but settings have at most 1,048,576"),
+        ("#" + " " * 2**20, "cannot be read: it has more than 1,048,576 bytes"),
         (
             "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 1}]\n" for i in range(40)),
             "a39: unknown key",

@@ -85,3 +85,14 @@ def test_a_launcher_that_starts_fewer_ranks_than_asked_is_noticed(monkeypatch, t
     monkeypatch.setattr(launched_gear, "launcher_command", "accelerate launch --num_processes 2 src/train.py".split)
     with pytest.raises(UserError, match=r"^--num_processes=2: 2 ranks, but distributed_type is"):
         find_gear()
+
+
+@pytest.mark.parametrize(("variable", "folder"), [("HF_HOME", "."), ("XDG_CACHE_HOME", "huggingface")])
+def test_the_default_file_is_the_one_that_accelerate_reads(monkeypatch, tmp_path, variable, folder):
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / folder / "accelerate").mkdir(parents=True)
+    default = tmp_path / folder / "accelerate" / "default_config.yaml"
+    default.write_text((ROOT / "accelerate_configs/fsdp.yaml").read_text())
+    monkeypatch.setattr(launched_gear, "launcher_command", "accelerate launch src/train.py".split)
+    assert find_gear().path.resolve() == default.resolve()

@@ -35,8 +35,8 @@ def find_gear() -> Gear:
     flags = _launcher_flags(command) if command else {}
     if "config_file" in flags:
         return load_gear(Path(flags["config_file"]), flags)
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    default = home / "accelerate" / "default_config.yaml"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    default = Path(os.environ.get("HF_HOME", cache / "huggingface"), "accelerate", "default_config.yaml").expanduser()
     if command and default.is_file():
         return load_gear(default, flags)
     launched = LaunchEnvironment.read()
