@@ -32,3 +32,18 @@ def test_a_run_survives_power_cuts(train, tmp_path, whole, seed):
         assert outcome.codes == [-9 if cut_at else 0], outcome.output
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["x"]
     assert power.problems(tmp_path / "disk" / "x", whole / "x") == []
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(power.missing()), reason=power.missing() or "-")
+def test_a_run_without_checkpoints_that_is_done_survives_a_power_cut(train, tmp_path, whole):
+    """No checkpoint has flushed the names above the model, and the metrics."""
+    if not (whole / "x").exists():
+        assert train("single", *GIVEN, f"run.dir={whole}").codes == [0]
+    with power.mounted(tmp_path, tmp_path / "mount") as server:
+        outcome = train("single", *GIVEN, "save.every=0", f"run.dir={tmp_path / 'mount' / 'runs'}")
+        server.terminate()
+        server.wait()
+    assert outcome.codes == [0], outcome.output
+    power.cut_and_restore(tmp_path)
+    assert power.problems(tmp_path / "disk" / "runs" / "x", whole / "x") == ["no valid checkpoint"]
