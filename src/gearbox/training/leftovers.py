@@ -14,6 +14,7 @@ from gearbox.errors import UserError
 FILES = ("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "report.html")
 FOLDERS = ("base", "model", "hang", "tensorboard")
 BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json")
+MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty
 ASIDE = "*.tmp-*"  # names of `filesystem.aside_of`
 
 
@@ -53,8 +54,8 @@ def is_untouched(folder: Path) -> bool:
 def is_model_damaged(folder: Path) -> bool:
     """Return True if the saved model has no files or an empty one: it was not on disk when the power failed."""
     model = folder / "model"
-    sizes = [path.stat().st_size for path in model.iterdir() if path.is_file()] if model.is_dir() else [1]
-    return not sizes or 0 in sizes
+    files = [path for path in model.iterdir() if path.suffix in MODEL_FILES] if model.is_dir() else []
+    return model.is_dir() and (not files or not all(path.stat().st_size for path in files if path.is_file()))
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
