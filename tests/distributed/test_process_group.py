@@ -39,3 +39,15 @@ def test_a_gpu_that_torch_does_not_see_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match=r"has an NVIDIA driver, but torch .* sees no GPU"):
         process_group.check_ranks(DDP)
+
+
+def test_a_run_on_the_cpu_needs_a_machine_without_gpus(monkeypatch):
+    """The launcher sets this variable for use_cpu and --cpu, and Accelerate would then use no GPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    process_group.check_ranks(load_gear(ROOT / "accelerate_configs/single.yaml"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"single\.yaml: use_cpu: this machine has GPUs; set CUDA_VISIBLE_DEVICES="):
+        process_group.check_ranks(load_gear(ROOT / "accelerate_configs/single.yaml"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
+    process_group.check_ranks(load_gear(ROOT / "accelerate_configs/single.yaml"))
