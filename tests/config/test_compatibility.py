@@ -9,7 +9,7 @@ from gearbox import ROOT
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import load_gear
 from gearbox.config.job import BatchPlan
-from gearbox.config.loader import load_recipe
+from gearbox.config.loader import load_recipe, rehearsed
 from gearbox.errors import UserError
 from support.gears import written
 
@@ -99,6 +99,15 @@ def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
     check_against(gear, load_recipe(RECIPE), RECIPE, BATCH)
     with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes.*\n.*optim\.name: paged_adamw needs bits"):
         check_against(gear, recipe, RECIPE, BATCH)
+
+
+def test_flash_attention_is_refused_without_its_package(monkeypatch):
+    gear = load_gear(ROOT / "accelerate_configs" / "single.yaml")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
+    recipe = load_recipe(RECIPE, ["model.attention=flash_attention_2"])
+    with pytest.raises(UserError, match=r"model\.attention: flash_attention_2 needs flash_attn, which is not inst"):
+        check_against(gear, recipe, RECIPE, BATCH)
+    assert rehearsed(recipe).model.attention == "auto", "a rehearsal needs no GPU"
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(tmp_path):
