@@ -152,10 +152,10 @@ def test_every_loader_is_told_whether_code_may_run():
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ("x.bin", "names 'x.bin'; it may name only safetensors files of its own folder"),
-        ("../tied/model.safetensors", "may name only safetensors files of its own folder"),
-        ("/etc/x.safetensors", "may name only safetensors files of its own folder"),
-        (5, "may name only safetensors files of its own folder"),
+        ("x.bin", "names 'x.bin'; it may name only safetensors files in the same folder"),
+        ("../tied/model.safetensors", "may name only safetensors files in the same folder"),
+        ("/etc/x.safetensors", "may name only safetensors files in the same folder"),
+        (5, "may name only safetensors files in the same folder"),
         ("gone.safetensors", "names gone.safetensors, which is not in the folder"),
     ],
 )

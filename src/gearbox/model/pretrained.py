@@ -163,7 +163,7 @@ class Pretrained:
         for name in names.values():
             if not isinstance(name, str) or not _is_safetensors_inside(name):
                 raise self.refuse(
-                    f"{path} names {str(name)[:100]!r}; it may name only safetensors files of its own folder"
+                    f"{path} names {str(name)[:100]!r}; it may name only safetensors files in the same folder"
                 )
             if self.folder is not None and not (self.folder / name).is_file():
                 raise self.refuse(f"{path} names {name}, which is not in the folder; download or copy it again")
