@@ -65,7 +65,7 @@ def _count_parameters(index: Path, sizes: dict[str, int]) -> None:
     if index.exists():
         content = filesystem.read_json_object(index)
         content["metadata"]["total_parameters"] = sum(sizes[name] for name in content["weight_map"])
-        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        filesystem.atomic_write(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
