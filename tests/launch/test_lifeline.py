@@ -118,6 +118,5 @@ def test_ctrl_c_leaves_no_traceback(tmp_path, chats, gear, text, last):
     config = f"accelerate launch --config_file accelerate_configs/{name}.yaml"
     lines = on_a_terminal(f"{config} {' '.join(flags)} src/train.py {given}", text, last)
     assert not [line for line in lines if "Traceback" in line or "  File " in line], lines
-    assert (
-        [line for line in lines if line not in ("Killed", "Terminated")][-1].removeprefix("saved").startswith(last)
-    ), lines
+    ours = [line for line in lines if line not in ("Killed", "Terminated")]
+    assert ours[-1].removeprefix("saved").startswith(last), lines
