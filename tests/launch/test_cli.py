@@ -80,7 +80,7 @@ def test_out_of_memory_suggests_what_to_change():
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "src").glob("*.py")))
 def test_help_is_the_docstring(tmp_path, script):
-    """It explains each flag, on stdout, without importing torch."""
+    """The help explains each flag, on stdout, without importing torch."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit(77)\n")
     code = (ROOT / "src" / script).read_text()

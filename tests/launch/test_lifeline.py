@@ -72,7 +72,7 @@ def test_a_refusal_in_a_container_is_printed():
 
 
 def test_a_launcher_that_prints_elsewhere_is_left():
-    """With --tee, torch's launcher prints what its ranks write to their log files."""
+    """Torch's launcher with --tee prints what its ranks write to their log files."""
     line = "torchrun --nproc-per-node 1 --tee 3 src/train.py optim.lrr=1"
     ended = shell(line)
     assert ended.returncode == 1 and REFUSED in ended.stderr
