@@ -36,7 +36,7 @@ def write_report(record: Record, folder: Path) -> Path:
     lines: dict[int, dict[str, float]] = {}
     for key, points in record["metrics"].items():
         for step, value in points:
-            lines.setdefault(step, {"step": step})[key] = value
+            lines.setdefault(step, {"step": int(step)})[key] = value
     run = folder / Path(record["run"]).name
     run.mkdir()
     (run / "metrics.jsonl").write_text("\n".join(json.dumps(lines[step]) for step in sorted(lines)) + "\n")
