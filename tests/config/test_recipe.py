@@ -1,5 +1,6 @@
 """Test that every mistake in a recipe is reported at once, by file and key, before torch is imported."""
 
+import os
 import re
 from copy import deepcopy
 from pathlib import Path
@@ -185,6 +186,14 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     assert sorted(line.split(":")[0] for line in lines) == ["batch.rows", "command line", "optm", "train"]
     lines = refusal(tmp_path, model={"name": "./nowhere"}, data={"path": "no/such.txt"})
     assert [line.split(":")[0] for line in lines] == ["model.name", "data.path"]
+
+
+def test_data_in_a_pipe_or_device_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for name in ("pipe.jsonl", "zero.jsonl", "p*.jsonl"):
+        (line,) = refusal(tmp_path, data={"path": str(tmp_path / name)})
+        assert "is not a regular file; give a file or a folder" in line
 
 
 def test_a_rehearsal_needs_its_data_but_not_its_model(tmp_path):

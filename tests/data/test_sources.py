@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -109,6 +110,10 @@ def test_a_folder_is_read_once_and_nothing_is_skipped_silently(tokenizer, tmp_pa
     with pytest.raises(UserError, match="in/link is a symlink to a folder and is not followed"):
         read(tokenizer, inside)
     (inside / "link").unlink()
+    os.mkfifo(inside / "pipe.jsonl")  # reading it would never end
+    with pytest.raises(UserError, match=r"in/pipe\.jsonl is not a regular file; remove it"):
+        read(tokenizer, inside)
+    (inside / "pipe.jsonl").unlink()
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(inside / "saved"))
     with pytest.raises(UserError, match="in/saved is a saved dataset inside a folder of files"):
         read(tokenizer, inside)

@@ -246,9 +246,12 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 
 def _missing_data(key: str, path: str) -> list[str]:
-    """Return a problem if a data path does not exist. `key` is the recipe key that gave it."""
-    if path == BUILTIN_TASKS or matches(path):
+    """Return a problem if a data path cannot be read. `key` is the recipe key that gave it."""
+    if path == BUILTIN_TASKS:
         return []
+    if found := matches(path):
+        odd = [file for file in found if file.exists() and not (file.is_file() or file.is_dir())]  # such as a pipe
+        return [f"{key}: {odd[0]} is not a regular file; give a file or a folder"] if odd else []
     if path.startswith("builtin:"):
         return [f"{key}: unknown built-in data {path!r}; the only built-in data is {BUILTIN_TASKS}"]
     if any(letter in path for letter in "*?["):

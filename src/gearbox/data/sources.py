@@ -160,7 +160,9 @@ def _data_files(folder: Path) -> list[Path]:
             raise UserError(f"data.path: {file} is a saved dataset inside a folder of files; list it separately")
         if file.suffix.lower() in PACKED_ENDINGS:
             raise UserError(f"data.path: {file} cannot be read directly; unpack it, or select other files with a glob")
-        if file.suffix.lower() in LOCAL_ENDINGS and file.is_file():
+        if file.suffix.lower() in LOCAL_ENDINGS and not file.is_dir():
+            if file.exists() and not file.is_file():
+                raise UserError(f"data.path: {file} is not a regular file; remove it, or select files with a glob")
             files.append(file)
     return files
 
