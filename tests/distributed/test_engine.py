@@ -4,7 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+import yaml
 
+from gearbox import ROOT
 from gearbox.config.gear import Gear
 from gearbox.distributed import engine, sequence_parallel
 from support.faults import patch_step
@@ -113,3 +115,14 @@ def test_a_step_on_local_shards_is_the_step_on_dtensors():
 
     codes, output = fork_ranks(2, {}, work)
     assert codes == [0, 0], output
+
+
+def test_a_layer_class_that_the_model_lacks_is_refused(train, tmp_path):
+    path = tmp_path / "fsdp.yaml"
+    settings = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp.yaml").read_text())
+    settings["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "LamaDecoderLayer"
+    path.write_text(yaml.safe_dump(settings))
+    outcome = train(str(path))
+    assert outcome.codes == [2, 2]
+    assert "Traceback" not in outcome.output
+    assert "fsdp_transformer_layer_cls_to_wrap: Could not find the transformer layer class Lama" in outcome.output

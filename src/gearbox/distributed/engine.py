@@ -332,7 +332,13 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
         held_back.append((model.get_submodule(parent), own_name))
     for module, name in held_back:
         module._non_persistent_buffers_set.add(name)
-    yield
+    try:
+        yield
+    except ValueError as error:
+        if "transformer layer class" not in str(error):
+            raise
+        key = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+        raise UserError(f"{key}: {one_line(error)} Remove the key to wrap the layers of the family") from None
     for module, name in held_back:
         module._non_persistent_buffers_set.discard(name)
     for name in ("get_input_embeddings", "get_output_embeddings"):
