@@ -20,7 +20,7 @@ def test_every_gear(tmp_path, chats, gear):
         outcome = shell(
             f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"
         )
-        assert outcome.returncode == 1 and "ring attention runs on GPUs only" in last_line(outcome.stderr)
+        assert outcome.returncode != 0 and "ring attention runs on GPUs only" in outcome.stderr
         return
     outcome = shell(
         f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"

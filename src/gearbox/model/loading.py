@@ -268,8 +268,6 @@ def load_for_answers(
         raise
     except Exception as error:  # hostile files raise many types of exception
         raise origin.explain(error) from None
-    if not is_adapter and len(tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
-        raise saved.refuse(f"{str(folder)!r}: its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
@@ -298,6 +296,8 @@ def answer(
         if tokenizer.chat_template:
             question = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         inputs = tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+        if int(inputs["input_ids"].max()) >= (rows := model.get_input_embeddings().num_embeddings):
+            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")
         inputs = inputs.to(model.device)
         end = tokenizer.eos_token_id
         tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=end)
