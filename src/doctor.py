@@ -7,7 +7,8 @@ Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/doctor.p
     --json             print one JSON object instead of lines
     --timeout SECONDS  time to wait for a rank (default: 60)
 
-Exit codes: 0 no line is red; 1 some line is red; 2 a user error. Under `accelerate launch`, 0 means that no line is red.
+Exit codes: 0 no line is red; 1 some line is red; 2 a user error. Under `accelerate launch`, any
+code but 0 means that a line is red, or that no check was possible.
 
 Examples:
     python src/doctor.py --machine
