@@ -188,6 +188,24 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     assert [line.split(":")[0] for line in lines] == ["model.name", "data.path"]
 
 
+@pytest.mark.parametrize(
+    "key", "model.name adapter.path data.path eval.path data.chat_template run.dir run.resume save.stage".split()
+)
+@pytest.mark.parametrize("text", ["a" * 256, "b/" * 501, '"a\\0b"', '"\\ud800"', "~nobody-here/x"])
+def test_text_that_cannot_be_a_path_is_refused(tmp_path, key, text):
+    (line,) = refusal(tmp_path, f"{key}={text}")
+    assert line.startswith(f"command line: {key}: is not a path: ") and len(line) < 200
+
+
+def test_a_home_folder_is_found_and_a_date_is_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = read(tmp_path, "run.dir=~/runs", "run.name=2026-11-22")
+    assert (given.run.dir, given.run.name) == (f"{tmp_path}/runs", "2026-11-22")
+    assert read(tmp_path, "run.name=2026-13-45").run.name == "2026-13-45"
+    (line,) = refusal(tmp_path, "data.path=" + "[" * 900)  # nested too deeply for a YAML list
+    assert line.startswith("command line: data.path: ")
+
+
 def test_data_in_a_pipe_or_device_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")

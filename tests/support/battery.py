@@ -278,7 +278,9 @@ def disk_read_only(draw: random.Random, times: int) -> tuple[list[str], dict]:
     with tmpfs("ro") as disk:
         run = Run("read-only", runs=str(disk)).start()
         code = run.wait(90)
-        found = [] if code == 2 and "cannot be written: Read-only file system" in run.output else [f"exit code {code}"]
+        found = (
+            [] if code == 2 and "Read-only file system; choose another run.dir" in run.output else [f"exit code {code}"]
+        )
         return found + run.left(), {}
 
 

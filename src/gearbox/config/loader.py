@@ -41,6 +41,20 @@ COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
 REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 MAX_BYTES = 2**20  # of a file of settings
+MAX_SHOWN = 200  # letters of a wrong value
+
+
+# PyYAML also raises other errors, such as TypeError for a list as a key.
+YAML_ERRORS = (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class DatesAsText(yaml.SafeLoader):
+    """A loader that reads dates as text, because no key takes a date and a name may be one."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  as PyYAML declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def read_text(path: Path) -> str:
@@ -58,7 +72,7 @@ def read_text(path: Path) -> str:
 def read_yaml(path: Path) -> RawMapping:
     """Return the mapping in a YAML file. Raise UserError for unreadable files, invalid YAML and duplicate keys."""
 
-    class UniqueKeyLoader(yaml.SafeLoader):
+    class UniqueKeyLoader(DatesAsText):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             seen: set[str] = set()
             for key_node, _ in node.value:
@@ -73,8 +87,7 @@ def read_yaml(path: Path) -> RawMapping:
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         raise UserError(f"{path}: no such file{did_you_mean(near)}") from None
-    # PyYAML also raises other errors, such as ValueError for a date in month 13.
-    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except YAML_ERRORS as error:
         raise UserError(f"{path}: invalid YAML: {one_line(error, None)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping of groups, such as `model:`, found {type(content).__name__}")
@@ -176,8 +189,8 @@ class Given:
 def _value(text: str) -> object:
     """Return the value of an override, read as YAML, or its text if it is no YAML."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, DatesAsText)
+    except YAML_ERRORS:
         return text
 
 
@@ -294,11 +307,12 @@ def _explain(details: ErrorDetails) -> str:
     if kind == "model_type" and key in FIRST_KEYS:
         first = f"{key}.{FIRST_KEYS[key]}"
         better = advice_on_value(first, value) or f"; use {first}: {value}"
-        return f"{key}: is a group of keys, found {value!r}{'' if isinstance(value, list | None) else better}"
+        advice = "" if isinstance(value, list | None) else better
+        return f"{key}: is a group of keys, found {repr(value)[:MAX_SHOWN]}{advice}"
     advice = advice_on_value(key, value)
     if not advice and isinstance(value, str) and value.endswith(","):
         advice = "; remove the comma"
-    return f"{key}: {message[0].lower()}{message[1:]}, found {value!r}{advice}"
+    return f"{key}: {message[0].lower()}{message[1:]}, found {repr(value)[:MAX_SHOWN]}{advice}"
 
 
 def _explain_unknown_key(location: list[str], in_source: bool) -> str:

@@ -23,8 +23,10 @@ from pydantic import (
 )
 
 from gearbox.config.recipe_values import (
+    AnyPath,
     Decay,
     Fields,
+    FilePath,
     Float,
     Int,
     NonNegativeFloat,
@@ -52,7 +54,7 @@ class Group(BaseModel):
 class Model(Group):
     """The model to train, and how to load it."""
 
-    name: str
+    name: FilePath
     """Folder with a config.json, or the id of a model on the Hugging Face Hub."""
     revision: str | None = None
     """Commit, tag or branch of a Hub model; `null` uses its default branch."""
@@ -89,7 +91,7 @@ class Adapter(Group):
     method: Literal["none", "lora", "dora"] = "none"
     """`none` trains all weights; `lora` trains low-rank additions; `dora` trains these and each row's magnitude. With
     `model.quantize`, the methods are QLoRA and QDoRA."""
-    path: str | None = None
+    path: FilePath | None = None
     """Folder or Hub id of a saved adapter (safetensors) to continue training, with its saved settings."""
     r: Int = Field(16, ge=1)
     """Rank of each low-rank addition."""
@@ -106,7 +108,7 @@ class Adapter(Group):
 class Source(Group):
     """A source of data, as an item of the list `data.path`."""
 
-    path: str
+    path: AnyPath
     """File, folder, glob, saved dataset, Hub dataset id or built-in data, as in `data.path`."""
     weight: PositiveFloat | None = None
     """Share of every step's rows, relative to the other weights; `null` uses all rows once per epoch. Give a weight
@@ -126,7 +128,7 @@ def _as_source(item: object) -> object:
 
 Item = Annotated[Source, BeforeValidator(_as_source, json_schema_input_type=str | Source)]
 Paths = Annotated[
-    Annotated[str, Tag("path")] | Annotated[list[Item], Tag("list"), Field(min_length=1)],
+    Annotated[AnyPath, Tag("path")] | Annotated[list[Item], Tag("list"), Field(min_length=1)],
     Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "path"),
 ]
 
@@ -152,7 +154,7 @@ class Data(Group):
     """Names of your fields, such as `{instruction: question, output: answer}`; `null` ignores a field."""
     roles: dict[str, Role] = {}
     """Roles to rename, such as `{bot: assistant}`."""
-    chat_template: str | None = None
+    chat_template: FilePath | None = None
     """File with a chat template (Jinja), saved with the model; `null` uses the tokenizer's template."""
     supervise: Literal["assistant", "last", "all"] = "assistant"
     """Chat turns to train on, with the end of each turn: all assistant turns, the `last` assistant turn, or `all` turns
@@ -287,22 +289,22 @@ class Save(Group):
     """Steps between checkpoints, with one more at the end; 0 saves only when a signal ends the run."""
     keep: Int = Field(2, ge=2)
     """Number of newest checkpoints to keep, in addition to the one with the lowest held-out loss."""
-    stage: str | None = None
+    stage: FilePath | None = None
     """Folder on each machine's local disk where a rank's shard waits to be written; `null` uses host memory."""
 
 
 class Run(Group):
     """The run folder, how to resume, and when to stop."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Folder of the run in `run.dir`; `null` joins the names of recipe and gear, such as `tiny-fsdp`, or `tiny-fsdp-2`
     if that is taken."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Folder that contains the runs."""
     rehearse: bool = False
     """Train a small stand-in without network: the same architecture with a few narrow layers and random weights. Rows,
     tokens per row and steps are few too, apart from those that the command line gives."""
-    resume: str = "auto"
+    resume: FilePath = "auto"
     """`auto` resumes an unfinished run of that name; `latest` also resumes a finished run, for more steps. `never`
     starts from scratch; a checkpoint folder starts a new run from that checkpoint."""
     hang_timeout: Float = Field(600.0, gt=0)

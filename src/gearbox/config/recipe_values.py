@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
@@ -28,6 +30,7 @@ TITLES = {
 }
 PREFERENCES = ("chosen", "rejected")  # the fields of a better and a worse answer, which no format has
 TURN_FIELDS = ("role", "content", "from", "value")
+MAX_NAME_BYTES, MAX_PATH_LETTERS = 255, 1000  # of Linux's file systems, and of a path that leaves room for file names
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
 
@@ -89,8 +92,24 @@ def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
     return fields
 
 
+def _path(text: str) -> str:
+    """Return a path or an id on the Hub as it is. Raise ValueError for text that can be neither."""
+    try:
+        names = os.fsencode(text).split(b"/")
+        Path(text).expanduser()
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"is not a path: {error}") from None
+    if "\0" in text or max(map(len, names)) > MAX_NAME_BYTES or len(text) > MAX_PATH_LETTERS:
+        limits = f"a name above {MAX_NAME_BYTES} bytes, or over {MAX_PATH_LETTERS:,} letters"
+        raise ValueError(f"is not a path: it has a zero byte, {limits}")
+    return text
+
+
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
+AnyPath = Annotated[str, AfterValidator(_path)]
+FilePath = Annotated[AnyPath, AfterValidator(lambda text: str(Path(text).expanduser()) if text[:1] == "~" else text)]
+"""A path in which ~ is the home folder, since a shell does not replace it after `key=`."""
 Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
 # The bound comes before the validator: after it, pydantic writes a bound that JSON Schema does not know.
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
