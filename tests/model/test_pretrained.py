@@ -270,6 +270,7 @@ def test_what_ask_refuses(saved, tmp_path):
         ([model, "hello", "max_new_tokens=x"], "max_new_tokens: is "),
         ([f"{model}/config.json", "hello"], "contains no model"),
         (["/nowhere", "hello"], "contains no model"),
+        (["a" * 300, "hello"], "contains no model"),
         ([str(damaged), "hello"], "adapter_model.safetensors is damaged (Error while deserializing header"),
     ):
         assert said in refused(lambda arguments=arguments: ask.main(arguments))
