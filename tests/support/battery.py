@@ -188,7 +188,7 @@ def the_same_fault_each_time(draw: random.Random, times: int) -> tuple[list[str]
     return found + ([f"{restarts} restarts"] if restarts != 3 else []) + run.left(), {}
 
 
-@fault(12, "a complete checkpoint at every moment; the same command resumes; step ledgers match")
+@fault(18, "a complete checkpoint at every moment; the same command resumes; step ledgers match")
 def kill_at_every_call_of_a_save(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """Kill rank 0 at its K-th fsync or rename (strace)."""
     if shutil.which("strace") is None:
@@ -197,11 +197,17 @@ def kill_at_every_call_of_a_save(draw: random.Random, times: int) -> tuple[list[
     monitor = ledger.Monitor(run.folder / "checkpoints")
     calls = "fsync,rename,renameat,renameat2"
     for call in range(1, times + 1):
-        # Attach by pid instead of wrapping the launcher, so that only the rank's calls count.
+        # Attach by pid once this attempt has trained a step, so that only the calls of saves count.
+        before, ranks = len(ledger.read(run.books).attempts.get("rank-0", [])), []
         run.start()
-        if not run.until(lambda: run.of_kind("ranks") and run.process.poll() is None and run.step >= 1):
+
+        def is_training(before=before, ranks=ranks) -> bool:
+            ranks[:] = run.of_kind("ranks")
+            return bool(ranks) and len(ledger.read(run.books).attempts.get("rank-0", [])) > before
+
+        if not run.until(is_training):
             break
-        rank = run.of_kind("ranks")[0]
+        rank = ranks[0]
         tracer = subprocess.Popen(
             ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e",
              f"inject=fsync,rename:signal=KILL:when={call}", "-p", str(rank.pid)]
