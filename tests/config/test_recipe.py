@@ -156,7 +156,7 @@ def test_a_list_of_paths_is_a_list_of_sources(tmp_path, key):
     ("override", "said"),
     [
         ("data.path=[3]", "data.path.0: must be a path, or a mapping such as {path: chats.jsonl, weight: 2}, found 3"),
-        ("data.path=[a, {paht: b}]", "data.path.1.paht: unknown key; did you mean 'path'?"),
+        ("data.path=[a, {pathh: b}]", "data.path.1.pathh: unknown key; did you mean 'path'?"),
         ("data.path=[a, {path: b, weight: 2}]", "data.path: give a weight to every source or to none"),
         ("data.path=[]", "data.path: list should have at least 1 item"),
         ("eval.path=[a, 3]", "eval.path.1: must be a path, or a mapping"),

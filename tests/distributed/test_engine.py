@@ -120,9 +120,9 @@ def test_a_step_on_local_shards_is_the_step_on_dtensors():
 def test_a_layer_class_that_the_model_lacks_is_refused(train, tmp_path):
     path = tmp_path / "fsdp.yaml"
     settings = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp.yaml").read_text())
-    settings["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "LamaDecoderLayer"
+    settings["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "NoDecoderLayer"
     path.write_text(yaml.safe_dump(settings))
     outcome = train(str(path))
     assert outcome.codes == [2, 2]
     assert "Traceback" not in outcome.output
-    assert "fsdp_transformer_layer_cls_to_wrap: Could not find the transformer layer class Lama" in outcome.output
+    assert "fsdp_transformer_layer_cls_to_wrap: Could not find the transformer layer class No" in outcome.output
