@@ -296,7 +296,7 @@ def answer(
         if tokenizer.chat_template:
             question = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         inputs = tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
-        if int(inputs["input_ids"].max()) >= (rows := model.get_input_embeddings().num_embeddings):
+        if int(inputs["input_ids"].max()) >= (rows := len(model.get_input_embeddings().weight)):
             raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")
         inputs = inputs.to(model.device)
         end = tokenizer.eos_token_id
