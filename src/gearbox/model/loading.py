@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a UserError reports the result
 transformers.utils.logging.disable_progress_bar()  # every rank would draw one
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing.*")  # PEFT triggers it
+# Every rank would print it. PEFT uses one of these names, and this module the other, which older versions have too.
+warnings.filterwarnings(
+    "ignore", category=FutureWarning, message="`(is_gradient_checkpointing|gradient_checkpointing_)"
+)
 # PEFT warns about its own patterns for the experts of a mixture, but applies them.
 warnings.filterwarnings(
     "ignore", category=RuntimeWarning, message=".*_pattern keys did not match any targeted module.*"
