@@ -110,7 +110,7 @@ class Matrix:
 
 def refusal(output: str) -> str:
     """Return the message that refuses a run, without folders in file names and without "command line"."""
-    all_lines = [line.removeprefix("command line: ") for line in output.splitlines()]
+    all_lines = [line.removeprefix("gearbox: ").removeprefix("command line: ") for line in output.splitlines()]
     lines = [line for line in all_lines if re.match(r"\S+\.(yaml|json): |[a-z]+\.[a-z_]+: ", line)]
     return re.sub(r"\S*/", "", lines[-1]) if lines else output[-500:]
 

@@ -121,7 +121,7 @@ def fork_ranks(
                     )  # fmt: skip
                 code = work() or 0
             except UserError as error:
-                print(error)
+                print("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))  # as src/train.py prints it
                 code = 2
             except BaseException:
                 traceback.print_exc()
