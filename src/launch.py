@@ -31,7 +31,7 @@ from gearbox.config.gear import Gear, gear_names, gear_path, is_flag, load_gear
 from gearbox.config.gear_keys import BARE_FLAGS, FLAGS, SHORT_FLAGS
 from gearbox.config.job import Job
 from gearbox.config.loader import keys_meant, load_recipe
-from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError, nearest
 from gearbox.launch import cli, supervisor
 from gearbox.launch.topology import node_from_flags
@@ -102,7 +102,7 @@ def flag_problem(name: str, written: str, value: str, has_value: bool) -> str | 
     if name in TORCHRUN_FLAGS:
         return f"is a flag of torchrun; use --{TORCHRUN_FLAGS[name]}"
     if not is_flag(name):
-        if keys := [key for key in recipe_keys() if name in (key, key.rpartition(".")[2])] or keys_meant(name):
+        if keys := keys_meant(name):
             return f"unknown flag; a key of the recipe has no dashes: {keys[0]}={value or 'VALUE'}"
         return f"unknown flag{nearest(name, list(FLAGS)) or '; a key of the recipe is written as key.sub=value'}"
     if name in BARE_FLAGS and has_value:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
+
+MAX_SHOWN = 200  # letters of a wrong value
 
 
 class UserError(Exception):
@@ -17,6 +20,13 @@ def one_line(error: BaseException, limit: int | None = 300) -> str:
 def one_line_with_type(error: BaseException, limit: int = 300) -> str:
     """Return the error's type and its text on one line, for errors whose text may not explain enough."""
     return f"{type(error).__name__}: {one_line(error, limit)}"
+
+
+def shown(value: object) -> str:
+    """Return a short text of any value from a file, even of one that refers to itself, or holds itself many times."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = MAX_SHOWN
+    return short.repr(value)[:MAX_SHOWN]
 
 
 def did_you_mean(near: list[str]) -> str:

@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from pydantic import BaseModel
 
 from gearbox import ROOT
-from gearbox.config import gear, gear_keys
+from gearbox.config import gear
 from gearbox.config.compatibility import check_against
 from gearbox.config.gear import load_gear
 from gearbox.config.gear_keys import BARE_FLAGS, FAMILIES, FLAGS, GEAR, GROUPS, SHORT_FLAGS, ZERO, ZERO_JSON, Key
@@ -32,8 +32,13 @@ RECIPE = ROOT / "recipes" / "tiny.yaml"
 
 def refusal(path, flags=None) -> str:
     """Return the text of the refusal, which has one line per problem, or an empty string if the gear loads."""
+    return refused(load_gear, path, flags)
+
+
+def refused(load, *given) -> str:
+    """Return the text with which a loader refuses, or an empty string if it does not."""
     try:
-        load_gear(path, flags)
+        load(*given)
     except UserError as error:
         assert all(len(line) < 600 for line in str(error).splitlines())
         return str(error)
@@ -107,7 +112,6 @@ def test_every_key_of_deepspeeds_models_is_classified():
     compare_with_model(DeepSpeedZeroConfig, ZERO, "zero_optimization")
     compare_with_model(DeepSpeedBF16Config, ZERO_JSON["bf16"], "bf16")
     compare_with_model(DeepSpeedFP16Config, ZERO_JSON["fp16"], "fp16")
-    DeepSpeedZeroConfig(**{name: 2 for name, key in ZERO.items() if key == gear_keys.honoured(gear_keys.NUMBER)})
 
 
 # Files that `accelerate config` writes
@@ -262,6 +266,29 @@ def test_a_gear_with_any_value_loads_or_is_refused_in_short_lines(tmp_path, monk
     assert loaded >= 10
 
 
+@pytest.mark.parametrize(
+    "key", ["num_processes", "mixed_precision", "fsdp_config", "data", "data.path", "optim.lr", "schedule.warmup"]
+)
+def test_a_value_that_aliases_make_large_is_refused_in_short_lines(tmp_path, key):
+    value: list = ["x"] * 9
+    for _ in range(30):
+        value = [value] * 9  # written with aliases
+    load, file = (load_gear, gear_of(key)) if key in GEAR else (lambda path: load_recipe(path, []), RECIPE)
+    path = tmp_path / file.name
+    path.write_text(yaml.safe_dump(changed(yaml.safe_load(file.read_text()), tuple(key.split(".")), value)))
+    assert f"{path}: {key}" in refused(load, path)
+
+
+def test_a_wrong_engine_is_the_only_problem(tmp_path):
+    """Nothing is said about other keys: which ones fit depends on the engine."""
+    text = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text()
+    path = tmp_path / "gear.yaml"
+    for engine, said in (("distributed_type: FSDPP", "must be"), ("", "is missing; set it to")):
+        path.write_text(text.replace("distributed_type: FSDP", engine))
+        (line,) = refusal(path).splitlines()
+        assert line.startswith(f"{path}: distributed_type: {said}")
+
+
 def zero_refusal(path, content: dict) -> str:
     path.write_text(json.dumps(content))
     try:
@@ -377,7 +404,23 @@ def test_an_honoured_flag_changes_the_gear(flag):
     settings = after.settings[group] if group else after.settings
     assert str(settings[flag]).lower() == OTHER[flag].lower()
     assert before != after or flag in ("fsdp_version", "zero3_init_flag", "deepspeed_multinode_launcher")
-    assert refusal(gear_of(flag), {flag: "[]\0"}).startswith(f"--{flag}")
+    wrong = refusal(gear_of(flag), {flag: "[]\0"})
+    assert wrong.startswith(f"--{flag}") and "\n" not in wrong  # nothing else is wrong
+
+
+@pytest.mark.parametrize(
+    ("gear_name", "flag", "value"),
+    [
+        ("zero3", "num_machines", "0"),
+        ("zero3", "num_machines", "x"),
+        ("zero1", "parallelism_config_sp_size", "x"),
+        ("zero3", "deepspeed_config_file", "\0"),
+        ("single", "num_processes", "x"),
+    ],
+)
+def test_a_wrong_flag_is_the_only_problem(gear_name, flag, value):
+    (line,) = refusal(ROOT / "accelerate_configs" / f"{gear_name}.yaml", {flag: value}).splitlines()
+    assert line.startswith(f"--{flag}={value}: must be ")
 
 
 def test_every_honoured_flag_has_a_test():

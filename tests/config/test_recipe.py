@@ -134,6 +134,9 @@ def test_an_override_of_steps_or_epochs_replaces_the_other_of_the_file(tmp_path)
         f"command line: train.epochs replaces train.steps of {path}",
         f"command line: train.steps replaces train.epochs of {path}",
     ]
+    for group in ("5", "", "null", "[1]"):
+        lines = refusal(tmp_path, "train.steps=3", f"train={group}")
+        assert lines[0].startswith("command line: train: "), lines
     assert "give exactly one" in refusal(tmp_path, "train.epochs=2", "train.steps=5")[0]
     assert "give exactly one" in refusal(tmp_path, "train.epochs=null", train={"steps": None})[0]
     assert read(tmp_path, "train.epochs=null").train.steps == TINY["train"]["steps"]

@@ -26,11 +26,10 @@ from gearbox.config.gear_keys import (
     ZERO_JSON,
     Key,
     Table,
-    shown,
 )
 from gearbox.config.loader import RawMapping, read_text, read_yaml
 from gearbox.config.recipe import Recipe
-from gearbox.errors import UserError, nearest
+from gearbox.errors import UserError, nearest, shown
 
 if TYPE_CHECKING:
     from gearbox.config.job import BatchPlan
@@ -173,11 +172,14 @@ def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
     flags = flags or {}
     settings, problems = _check(read_yaml(path), GEAR)
     problems = [(name, text) for name, text in problems if _leaf(name) not in flags]
-    given, wrong_flags = read_flags(flags)
+    given, wrong_flags = _read_flags(flags)
+    problems += wrong_flags
     settings = _with_flags(settings, given)
     groups = {name: settings.get(name) or {} for name in GROUPS}
     kind = settings.get("distributed_type", "NO")
-    problems += wrong_flags + _missing(settings, problems) + _wrong_engine(kind, settings, groups, given)
+    problems += _missing(settings, problems)
+    if "distributed_type" in settings:  # without it, or with a wrong one, each key would seem to be out of place
+        problems += _wrong_engine(kind, settings, groups, given)
     if not problems:
         problems = wrong_degrees(kind, groups["parallelism_config"], settings.get("num_processes", 1))
     lines = [f"{_place(name, path, flags)}: {text}" for name, text in problems]
@@ -188,9 +190,7 @@ def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
         try:
             zero_json = _read_zero_json(zero_path)
             lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
-            if zero_json["zero_optimization"]["stage"] == 3 and _is_false(
-                groups["deepspeed_config"], "zero3_init_flag"
-            ):
+            if zero_json["zero_optimization"]["stage"] == 3 and _is_false(zero, "zero3_init_flag"):
                 where = _place("deepspeed_config.zero3_init_flag", path, flags)
                 lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
         except UserError as error:
@@ -238,17 +238,19 @@ def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMappi
     return kept, problems
 
 
-def read_flags(flags: Mapping[str, str]) -> tuple[RawMapping, list[tuple[str, str]]]:
-    """Return the values of the launcher's flags, and a problem for each flag that is unknown or refused."""
+def _read_flags(flags: Mapping[str, str]) -> tuple[RawMapping, list[tuple[str, str]]]:
+    """Return the values of the launcher's flags, and a problem for each flag that is unknown, wrong or refused."""
     values, problems = {}, []
     for name, text in flags.items():
         key = _flag(name)
         if key is None:
             problems.append((name, f"the launcher has no such flag{nearest(name, list(FLAGS))}"))
             continue
-        values[name] = _flag_value(key, text)
-        if problem := key.problem(values[name]):
+        value = _flag_value(key, text)
+        if problem := key.problem(value):
             problems.append((name, problem))
+        else:
+            values[name] = value
     return values, problems
 
 
@@ -279,18 +281,14 @@ def _with_flags(settings: RawMapping, given: RawMapping) -> RawMapping:
 
 def _missing(settings: RawMapping, problems: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return a problem for each required key that the gear does not set."""
-    required = {"distributed_type": 'set it to "NO", MULTI_GPU, FSDP or DEEPSPEED'}
+    required = {"distributed_type": 'is missing; set it to "NO", MULTI_GPU, FSDP or DEEPSPEED'}
     if settings.get("distributed_type", "NO") != "NO":
-        required["num_processes"] = "set it, or pass --num_processes"
+        required["num_processes"] = "is missing; set it, or pass --num_processes"
     if settings.get("distributed_type") == "FSDP":
         required["fsdp_config.fsdp_version"] = "must be 2"
     reported = {name for name, _ in problems}
     found = settings.keys() | {f"fsdp_config.{name}" for name in settings.get("fsdp_config") or {}} | reported
-    return [
-        (name, f"is missing; {advice}" if "." not in name else advice)
-        for name, advice in required.items()
-        if name not in found
-    ]
+    return [(name, text) for name, text in required.items() if name not in found]
 
 
 def _wrong_engine(
@@ -356,10 +354,12 @@ def _read_zero_json(path: Path) -> RawMapping:
     """Read and check a ZeRO JSON. Raise UserError with every problem."""
 
     def unique(pairs: list[tuple[str, Any]]) -> RawMapping:
-        names = [name for name, _ in pairs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"{path}: duplicate key {twice!r}; keep one")
-        return dict(pairs)
+        content: RawMapping = {}
+        for name, value in pairs:
+            if name in content:
+                raise UserError(f"{path}: duplicate key {name!r}; keep one")
+            content[name] = value
+        return content
 
     try:
         content = json.loads(read_text(path), object_pairs_hook=unique)

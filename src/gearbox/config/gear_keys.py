@@ -7,9 +7,10 @@ Accelerate's config classes and parser, and with DeepSpeed's models. The page do
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
+
+from gearbox.errors import shown
 
 Effect = Literal["honoured", "refused", "without effect"]
 
@@ -46,13 +47,6 @@ def choice(*values: object, text: str = "") -> Values:
 def or_auto(values: Values) -> Values:
     """Return the values and "auto", which the recipe or Accelerate replaces."""
     return Values(f'{values.text}, or "auto"', lambda value: value == "auto" or values.contains(value))
-
-
-def shown(value: object) -> str:
-    """Return a short text of any value, even of one that refers to itself."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 60
-    return short.repr(value)
 
 
 class Key(NamedTuple):

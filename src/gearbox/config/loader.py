@@ -30,7 +30,7 @@ from gearbox.config.recipe import (
     listed,
     recipe_keys,
 )
-from gearbox.errors import UserError, did_you_mean, nearest, one_line
+from gearbox.errors import UserError, did_you_mean, nearest, one_line, shown
 from gearbox.filesystem import read_limited
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
 REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 MAX_BYTES = 2**20  # of a file of settings
-MAX_SHOWN = 200  # letters of a wrong value
 
 
 # PyYAML also raises other errors, such as TypeError for a list as a key.
@@ -182,7 +181,9 @@ class Given:
         """Remove a key of the file that may not be set together with a key of the command line."""
         group, name = key.split(".")
         keys = content[group]
-        if keys[name] is not None and keys.pop(other.removeprefix(f"{group}."), None) is not None:
+        if not isinstance(keys, dict) or keys.get(name) is None:  # a later override may set the group itself
+            return
+        if keys.pop(other.removeprefix(f"{group}."), None) is not None:
             self.replaced.append(f"{key} replaces {other}")
 
 
@@ -306,13 +307,13 @@ def _explain(details: ErrorDetails) -> str:
         return f"{key}: {message}" if key else message
     if kind == "model_type" and key in FIRST_KEYS:
         first = f"{key}.{FIRST_KEYS[key]}"
-        better = advice_on_value(first, value) or f"; use {first}: {value}"
-        advice = "" if isinstance(value, list | None) else better
-        return f"{key}: is a group of keys, found {repr(value)[:MAX_SHOWN]}{advice}"
+        is_plain = value is not None and not isinstance(value, list)
+        advice = (advice_on_value(first, value) or f"; use {first}: {value}") if is_plain else ""
+        return f"{key}: is a group of keys, found {shown(value)}{advice}"
     advice = advice_on_value(key, value)
     if not advice and isinstance(value, str) and value.endswith(","):
         advice = "; remove the comma"
-    return f"{key}: {message[0].lower()}{message[1:]}, found {repr(value)[:MAX_SHOWN]}{advice}"
+    return f"{key}: {message[0].lower()}{message[1:]}, found {shown(value)}{advice}"
 
 
 def _explain_unknown_key(location: list[str], in_source: bool) -> str:

@@ -199,6 +199,8 @@ def advice_on_key(name: str) -> str:
 
 def advice_on_value(key: str, value: object) -> str:
     """Return `; use ` and what to write instead of this value, or an empty string."""
+    if isinstance(value, list | dict):
+        return ""
     word = "null" if value is None else str(value).strip().lower()
     found = [advice for advice, values in VALUES.get(key, {}).items() if word in values.split()]
     return f"; use {found[0]}" if found else ""

@@ -35,6 +35,7 @@ from gearbox.config.recipe_values import (
     Warmup,
     accept_old_warmup,
 )
+from gearbox.errors import shown
 
 BUILTIN_TASKS = "builtin:tasks"
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -122,7 +123,7 @@ class Source(Group):
 def _as_source(item: object) -> object:
     """Return a path as the source that it means in a list. Raise ValueError for an item that is no source."""
     if not isinstance(item, str | dict | Source):
-        raise ValueError(f"must be a path, or a mapping such as {{path: chats.jsonl, weight: 2}}, found {item!r}")
+        raise ValueError(f"must be a path, or a mapping such as {{path: chats.jsonl, weight: 2}}, found {shown(item)}")
     return {"path": item} if isinstance(item, str) else item
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from gearbox.errors import nearest
+from gearbox.errors import nearest, shown
 
 # The fields of a record by its format, required and optional. A record has the first format whose required fields it
 # contains.
@@ -72,7 +72,7 @@ def _count_or_share(value: object) -> int | str:
     if type(value) is int and value >= 0:
         return value
     raise ValueError(
-        f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {value!r}"
+        f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {shown(value)}"
         + (f"; did you mean {near}?" if near else "")
     )
 

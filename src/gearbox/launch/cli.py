@@ -67,7 +67,7 @@ def _override_meant(arguments: list[str]) -> str:
         if not value:  # `key value`, `key= value`, `key = value` or `key =value`
             value = next((after.lstrip("=") for after in following if after != "="), "VALUE")
         bare = name.lstrip("-")
-        meant = [bare] if bare in recipe_keys() else keys_meant(bare)
+        meant = keys_meant(bare)
         if meant and name.startswith("-"):
             return f"{word}: write {meant[0]}={value}, without dashes"
         if meant and (word == bare or (word == f"{bare}=" and following)) and (following or bare in recipe_keys()):
