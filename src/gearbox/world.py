@@ -30,3 +30,8 @@ class World(Protocol):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+
+def merged(by_rank: list[dict[str, T]]) -> dict[str, T]:
+    """Return the entries of all ranks in one dict, as from `gather`."""
+    return {name: value for of_rank in by_rank for name, value in of_rank.items()}

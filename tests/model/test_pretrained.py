@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import ask
 from gearbox import ROOT
@@ -286,3 +287,15 @@ def test_a_published_generation_config_with_a_fault_can_be_saved(saved, tmp_path
     export.stop_at(model, {5})
     export.save(model, [*model.named_parameters()], tokenizer, str(folder), torch.float32, tmp_path / "saved")
     assert 5 in json.loads((tmp_path / "saved/generation_config.json").read_text())["eos_token_id"]
+
+
+def test_a_saved_model_in_4_bits_and_an_adapter_of_it_answer(saved, tmp_path, capsys):
+    """Packed weights have other shapes than the config says."""
+    options = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    AutoModelForCausalLM.from_pretrained(saved / "tied", **options).save_pretrained(tmp_path / "packed")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(saved / "tied" / name, tmp_path / "packed")
+    shutil.copytree(saved / "adapter", tmp_path / "adapter")
+    change(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "packed"))
+    for folder in ("packed", "adapter"):
+        assert refused(lambda: ask.main([str(tmp_path / folder), "hello", "max_new_tokens=1"])) is None  # noqa: B023

@@ -54,10 +54,8 @@ def delete_checkpoint(folder: Path, renames: bool = True) -> None:
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder, its manifest first. Of a link, delete only the link."""
-    if folder.is_symlink() or not folder.is_dir():
-        folder.unlink()
-        return
-    _delete_manifest(folder)
+    if folder.is_dir() and not folder.is_symlink():
+        _delete_manifest(folder)
     filesystem.remove(folder)  # a later start deletes leftovers
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
@@ -86,19 +86,10 @@ def _each(kind: TypeAdapter[Any]) -> PlainValidator:
 
 
 def explain_invalid(error: ValidationError) -> str:
-    """Return pydantic's first error as `place: what is wrong`. A wrong format comes before all others."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = min(found, key=lambda one: one["loc"] != ("format",))
+    """Return pydantic's first error as `place: what is wrong`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if message.startswith("has format"):
-        return message
     return ": ".join([*(part[:200] for part in first["loc"] if isinstance(part, str)), message])
-
-
-def _check_format(number: int) -> int:
-    if number != FORMAT:
-        raise ValueError(f"has format {number}; this version reads format {FORMAT}")
-    return number
 
 
 Shape = Annotated[list[Count], Field(strict=True, max_length=16)]
@@ -129,7 +120,7 @@ class Manifest:
     files: Annotated[dict[str, ShardFacts], _each(TypeAdapter(ShardFacts))] = field(default_factory=dict)
     eval_loss: Annotated[float, Field(strict=True)] | None = None
     """Held-out loss at this step, if the step was evaluated."""
-    format: Annotated[Count, AfterValidator(_check_format)] = FORMAT
+    format: Count = FORMAT
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file, without eval_loss if the step was not evaluated."""
@@ -190,12 +181,16 @@ def _parse(body: bytes) -> Manifest:
         raise CorruptCheckpoint(f"{MANIFEST}: has {number:,} values, above the {MAX_MARKS:,} limit")
     try:
         # In two steps, because each of pydantic's errors about JSON text holds a copy of all values.
-        return _MANIFEST.validate_python(from_json(body))
+        content = from_json(body)
+        number = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
+        if isinstance(number, int) and number != FORMAT:
+            raise CorruptCheckpoint(f"{MANIFEST}: has format {number}; this version reads format {FORMAT}")
+        return _MANIFEST.validate_python(content)
     except ValidationError as error:
         problem = explain_invalid(error)
     except ValueError as error:
         problem = one_line(error)
-    raise CorruptCheckpoint(f"{MANIFEST}: {problem if problem.startswith('has format') else f'is corrupt: {problem}'}")
+    raise CorruptCheckpoint(f"{MANIFEST}: is corrupt: {problem}")
 
 
 def verify_shards(folder: Path, files: Mapping[str, ShardFacts]) -> None:

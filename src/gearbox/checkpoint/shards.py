@@ -111,13 +111,11 @@ class ShardReader:
                     self._add(file, key)
             except (SafetensorError, OSError, ValueError) as error:
                 raise CorruptCheckpoint(f"{file}: is not a checkpoint shard: {one_line(error)}") from None
-        for shards in self._shards.values():
-            shards.sort()
         for (kind, name), shards in self._shards.items():
+            shards.sort()
+            self._kinds[name].add(kind)
             if name in self.shapes and "@" not in kind:
                 _check_whole(kind, name, self.shapes[name], shards)
-        for kind, name in self._shards:
-            self._kinds[name].add(kind)
         needs_moments = manifest.recipe.get("optim", {}).get("name") == "adamw"
         for name in self.shapes:
             self._check_state(name, needs_moments)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 from gearbox.checkpoint.shards import Scalar, ShardReader, TensorShard, scalars_from_json, scalars_to_json
 from gearbox.distributed.unwrap import STEPPED_SHARD, resharded_parameters, unwrap_optimizer
 from gearbox.errors import UserError
-from gearbox.world import World
-
-T = TypeVar("T")
+from gearbox.world import World, merged
 
 
 @dataclass(frozen=True)
@@ -254,11 +252,7 @@ def _trained_shards(model: nn.Module) -> list[ParameterShard]:
 
 def full_shapes(model: nn.Module, world: World) -> dict[str, list[int]]:
     """Return the full shape of each trained parameter, whichever rank holds it."""
-    return _merged(world.gather({shard.name: shard.full_shape for shard in _trained_shards(model)}))
-
-
-def _merged(by_rank: list[dict[str, T]]) -> dict[str, T]:
-    return {name: value for of_rank in by_rank for name, value in of_rank.items()}
+    return merged(world.gather({shard.name: shard.full_shape for shard in _trained_shards(model)}))
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> int:
@@ -268,14 +262,14 @@ def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> in
     for shard in _trained_shards(model):
         moments = 2 if eight_bits else 2 * shard.master_itemsize
         sizes[shard.name] = math.prod(shard.full_shape) * (shard.master_itemsize + moments)
-    return sum(_merged(world.gather(sizes)).values())
+    return sum(merged(world.gather(sizes)).values())
 
 
 def scalars(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, dict[str, Scalar]]:
     """Return the numbers that the optimizer keeps per parameter, such as AdamW's step count; equal on all ranks."""
     base = unwrap_optimizer(optimizer)
     found = {shard.name: numbers for shard in _trained_shards(model) if (numbers := shard.scalars(base))}
-    return _merged(world.gather(found))
+    return merged(world.gather(found))
 
 
 def local_shards(model: nn.Module, optimizer: Optimizer, world: World) -> list[TensorShard]:

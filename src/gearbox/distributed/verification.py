@@ -22,9 +22,10 @@ from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.sharded_state import Zero3Shard, shard_of
 from gearbox.distributed.unwrap import resharded_parameters
 from gearbox.errors import UserError
-from gearbox.world import World
+from gearbox.world import World, merged
 
 if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
     from deepspeed import DeepSpeedEngine
 
 
@@ -212,12 +213,17 @@ def count_weights(model: nn.Module, world: World) -> tuple[int, int]:
     """Return the numbers of trained weights and of all weights, over all stages. A weight in 4 bits counts as one."""
     counts = {}
     for name, parameter in resharded_parameters(model):
-        module, _, kind = name.rpartition(".")
-        packed = getattr(model.get_submodule(module), "quant_state", None) if kind == "weight" else None
+        packed = _quant_state(model, name)
         shape = shard_of(name, parameter).full_shape if packed is None else packed.shape
         counts[name] = (math.prod(shape), parameter.requires_grad)
-    of_all = {name: count for of_rank in world.gather(counts) for name, count in of_rank.items()}.values()
+    of_all = merged(world.gather(counts)).values()
     return sum(count for count, is_trained in of_all if is_trained), sum(count for count, _ in of_all)
+
+
+def _quant_state(model: nn.Module, name: str) -> QuantState | None:
+    """Return how the parameter of this name is packed in 4 bits, or None if it is not packed."""
+    module, _, kind = name.rpartition(".")
+    return getattr(model.get_submodule(module), "quant_state", None) if kind == "weight" else None
 
 
 def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:
@@ -251,7 +257,7 @@ def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:
             name in others for layers, others in zip(stages, parameters, strict=True) if layers != stages[0]
         ):
             raise UserError(f"adapter.targets: {name} would be trained on two stages; remove it from the list")
-    return stages, sum({name: size for of_rank in parameters for name, (size, _) in of_rank.items()}.values())
+    return stages, sum(size for size, _ in merged(parameters).values())
 
 
 def check_finite(model: nn.Module, world: World) -> None:
@@ -261,12 +267,11 @@ def check_finite(model: nn.Module, world: World) -> None:
     """
     odd = None
     for name, parameter in model.named_parameters():
-        is_packed = hasattr(model.get_submodule(name.rpartition(".")[0]), "quant_state")
         shard, local = shard_of(name, parameter), parameter.detach()
         if isinstance(shard, Zero3Shard):  # DeepSpeed leaves the padding after the range uninitialized
             local = shard.parameter.ds_tensor.detach()[: shard.own_range()[1]]
         local = local.to_local() if isinstance(local, DTensor) else local
-        if not is_packed and local.is_floating_point() and not bool(torch.isfinite(local).all()):
+        if _quant_state(model, name) is None and local.is_floating_point() and not bool(torch.isfinite(local).all()):
             odd = name
             break
     if names := [found for found in world.gather(odd) if found is not None]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config, saved_adapter_settings
+from gearbox.config.adapter_settings import WEIGHTS, SavedAdapter, read_adapter_config, saved_adapter_settings
 from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import copy_full_
@@ -153,7 +153,10 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
     adapter = recipe.adapter
     if adapter.path is not None:
         # The base may have a different name here; its shapes are checked instead.
-        config = saved_config(Path(adapter.path))
+        try:
+            config = peft_config(read_adapter_config(Path(adapter.path)))
+        except ValueError as error:
+            raise UserError(f"adapter.path: {adapter.path!r} {one_line(error)}") from None
     else:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -168,14 +171,11 @@ def _peft_config(model: PreTrainedModel, recipe: Recipe) -> PeftConfig:
     return config
 
 
-def saved_config(folder: Path) -> PeftConfig:
-    """Return PEFT's config of a saved adapter, from the settings that Gearbox knows. Raise UserError for others."""
+def peft_config(settings: SavedAdapter) -> PeftConfig:
+    """Return PEFT's config of a saved adapter. Raise ValueError for settings that do not go together."""
     import peft
 
-    try:
-        return peft.LoraConfig(task_type="CAUSAL_LM", **read_adapter_config(folder).options())
-    except ValueError as error:
-        raise UserError(f"adapter.path: {str(folder)!r} {one_line(error)}") from None
+    return peft.LoraConfig(task_type="CAUSAL_LM", **settings.options())
 
 
 def _init_adapter(model: PeftModel, seed: int) -> None:

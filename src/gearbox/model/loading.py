@@ -33,7 +33,7 @@ from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
 # On CPUs with AVX512-BF16, bitsandbytes asks at import for a kernel from the Hub. `_keep_storage` makes it unnecessary.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -266,7 +266,7 @@ def load_for_answers(
         model = loader.from_pretrained(origin.name, config=config, **options)
         origin = saved
         if is_adapter:
-            model = _with_saved_adapter(model, folder, len(tokenizer))
+            model = _with_saved_adapter(model, folder, adapters.peft_config(settings), len(tokenizer))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # hostile files raise many types of exception
@@ -274,17 +274,15 @@ def load_for_answers(
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def _with_saved_adapter(model: PreTrainedModel, folder: Path, num_tokens: int) -> PeftModel:
-    """Return the model with the adapter in `folder`, whose settings have been checked, and with its generation."""
+def _with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig, num_tokens: int) -> PeftModel:
+    """Return the model with the adapter in `folder`, which has this config, and with its generation settings."""
     import peft
 
     if num_tokens > model.get_input_embeddings().num_embeddings:  # the adapter's folder has their rows
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        adapted = peft.PeftModel.from_pretrained(
-            model, str(folder), config=adapters.saved_config(folder), use_safetensors=True
-        )
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
     if (folder / "generation_config.json").is_file():
         adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return adapted
@@ -316,7 +314,10 @@ def check_weights(origin: Pretrained, config: PretrainedConfig) -> None:
     """Raise UserError if the weights are damaged or incomplete, or if a tensor has another size than the config says.
 
     Reads only the headers of the files: the model has no memory. from_pretrained would draw missing weights at random.
+    Quantized weights are packed into other shapes, which only their real loading checks.
     """
+    if getattr(config, "quantization_config", None):
+        return
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # hide its table of the same problems
     options = origin.options | {"device_map": "meta", "use_safetensors": True, "output_loading_info": True}

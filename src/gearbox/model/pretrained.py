@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 
 from gearbox.config.adapter_settings import WEIGHTS
 from gearbox.config.recipe import Model
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line, one_line_with_type
 from gearbox.filesystem import MAX_JSON_BYTES, read_json_object
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
@@ -84,7 +84,7 @@ class Pretrained:
         except Exception as error:  # hostile files raise many types of exception
             raise self.explain(error) from None
         weights = getattr(config, "transformers_weights", None)
-        if weights not in (None, INDEX if self._shards() else SINGLE):
+        if weights is not None and weights != (INDEX if self._shards() else SINGLE):
             raise self.refuse(f"config.json of {self.name!r} takes its weights from {weights!r}; use {SINGLE}")
         if getattr(config, "distributed_config", None):
             raise self.refuse(
@@ -221,8 +221,9 @@ class Pretrained:
                 f"{name!r} is not on this machine and the Hub cannot be reached; give a local folder"
                 + (", or rehearse with run.rehearse=true" if self.key == "model.name" else "")
             )
-        kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
-        return self.refuse(f"{name!r} cannot be loaded: {kind}{one_line(error)}")
+        is_plain = isinstance(error, OSError | ValueError | ImportError)
+        reason = one_line(error) if is_plain else one_line_with_type(error)
+        return self.refuse(f"{name!r} cannot be loaded: {reason}")
 
     def _where_code(self) -> str:
         """Return which file of a local folder names Python code, as text after the model's name."""
