@@ -53,11 +53,10 @@ def main(arguments: list[str]) -> None:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         model.load_state_dict(unpacked.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
-        partial = FOLDER.with_name(f"{FOLDER.name}.tmp")
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        filesystem.sync_tree(partial)
-        filesystem.rename(partial, FOLDER)
+        filesystem.make_folder(FOLDER.parent)
+        with filesystem.atomic_folder(FOLDER) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
     print(f"{FOLDER} is ready: {sum(p.numel() for p in model.parameters()):,} weights")
 
 

@@ -1,6 +1,7 @@
 """Test that renames, waits, retries and locks detect what a disk or a mounted bucket can do."""
 
 import errno
+import os
 
 import pytest
 
@@ -54,3 +55,8 @@ def test_a_lock_excludes_other_holders_or_reports_that_it_cannot(tmp_path, mount
         assert filesystem.Lock(runs / "lock", 0).problem == "Operation not permitted", (
             "opening the lock file a second time"
         )
+
+
+def test_a_pipe_in_a_folder_does_not_hang_its_sync(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    filesystem.sync_tree(tmp_path)

@@ -80,7 +80,7 @@ def _fsync(handle: int) -> None:
 def sync(path: Path) -> None:
     """Flush a file's content, or a folder's names, to disk. The name of `path` itself is in the folder above it."""
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     except PermissionError:  # the folder of another user, who has made it long ago
         return
     try:
@@ -270,11 +270,6 @@ def remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink(missing_ok=True)
         sync(path.parent)
-
-
-def text_of(path: Path) -> str:
-    """Return the text of a small regular file. Raise OSError or ValueError for anything else, such as a pipe."""
-    return read_limited(path, MAX_SMALL_BYTES).decode()
 
 
 class Lock:

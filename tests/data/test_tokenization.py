@@ -13,6 +13,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.data import loss_mask
 from gearbox.errors import UserError
+from support.cold import survivors
 from support.corpora import jsonl, read
 
 
@@ -72,10 +73,10 @@ def test_a_killed_builder_leaves_no_process_and_the_next_builder_starts_over(tok
     parent, workers = start_on_a_large_file(tmp_path, cache)
     parent.kill()
     parent.wait()
-    survivors = psutil.wait_procs(workers, timeout=20)[1]
-    for survivor in survivors:
-        survivor.kill()
-    assert not survivors
+    left = survivors(workers)
+    for worker in left:
+        worker.kill()
+    assert not left
     assert [path.suffix for path in cache.iterdir() if path.is_dir()] == [".partial"]
     jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 5000} for i in range(400)])
     found = read(tokenizer, tmp_path / "a.jsonl")

@@ -16,7 +16,7 @@ import pytest
 
 from gearbox import ROOT
 from gearbox.launch import outcome
-from support.cold import ENVIRONMENT, shell, small
+from support.cold import ENVIRONMENT, shell, small, survivors
 
 pytestmark = pytest.mark.cold
 REFUSED = "gearbox: command line: optim.lrr: unknown key; did you mean 'lr'?"
@@ -54,11 +54,12 @@ def test_a_rank_ends_with_its_launcher(tmp_path):
         env=ENVIRONMENT | ELASTIC,
     )
     while not ready.exists():
+        assert launcher.poll() is None
         time.sleep(0.02)
     ranks = psutil.Process(launcher.pid).children()
     launcher.kill()
     launcher.wait()
-    assert len(ranks) == 1 and psutil.wait_procs(ranks, timeout=20)[1] == []
+    assert len(ranks) == 1 and survivors(ranks) == []
 
 
 def test_a_refusal_in_a_container_is_printed():

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from gearbox import ROOT
-from support.cold import ENVIRONMENT, last_line, shell, small
+from support.cold import ENVIRONMENT, last_line, shell, small, survivors
 
 pytestmark = pytest.mark.cold
 
@@ -84,7 +84,7 @@ def test_a_stopped_run_exits_with_85_and_the_same_command_resumes_it(launched, t
     ranks = ranks_of(process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait() == 85
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert survivors(ranks, 10) == []
     status = json.loads((folder / "status.json").read_text())
     assert status["outcome"] == "saved" and status["saved_step"] == status["step"] >= 3
     again, _ = launched(line.replace("2000", str(status["step"] + 5)))

@@ -13,7 +13,8 @@ ALLOWED = {  # what may be lost
     "parity.py": "the launchers' logs",
     "schema.py": "writes files of this repository",
 }
-WRITES = {"write_text", "write_bytes", "rename", "touch", "symlink_to", "copyfile", "copy", "copytree", "move"}
+PATH_METHODS = "write_text write_bytes rename touch symlink_to hardlink_to symlink".split()
+WRITES = {*PATH_METHODS, "copyfile", "copy", "copy2", "copytree", "move"}
 
 
 def unsynced_writes(source: str) -> list[int]:
@@ -32,7 +33,7 @@ def _writes(call: ast.Call) -> bool:
     if owner == "filesystem":
         return False
     if name == "replace":  # of a path; the one of a text has two arguments
-        return len(call.args) == 1 and not call.keywords
+        return owner == "os" or (len(call.args) == 1 and not call.keywords)
     return name in WRITES and (name != "copy" or owner == "shutil")
 
 
@@ -56,6 +57,7 @@ def test_only_one_module_writes_files():
         ("path.open('r+')", True),
         ("os.rename(a, b)", True),
         ("a.replace(b)", True),
+        ("os.replace(a, b)", True),
         ("'text'.replace('a', 'b')", False),
         ("filesystem.rename(a, b)", False),
         ("shutil.copyfile(a, b)", True),

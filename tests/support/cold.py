@@ -3,9 +3,14 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 from gearbox import ROOT
+from gearbox.processes import is_alive
 
 BIN = os.path.dirname(sys.executable)  # noqa: PTH120  a symlinked interpreter must stay in its environment
 # Without the variables that the tests set.
@@ -30,3 +35,11 @@ def small(folder: Path, chats: Path) -> str:
 
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
+
+
+def survivors(processes: Iterable[psutil.Process], seconds: float = 20) -> list[psutil.Process]:
+    """Return the processes that do not end in time. Process 1 need not have reaped those that do."""
+    deadline = time.monotonic() + seconds
+    while (left := [one for one in processes if is_alive(one)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

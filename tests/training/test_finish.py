@@ -1,12 +1,14 @@
 """Test the question to the saved model: it ends with the run, and a stop leaves a run that is done."""
 
 import json
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from gearbox import ROOT
 from gearbox.training import finish
+from support.cold import survivors
 
 ASK = """
 import sys; sys.path.insert(0, {src!r})
@@ -27,7 +29,8 @@ def test_a_signal_while_the_saved_model_is_asked(train, tmp_path, monkeypatch, n
     outcome = train("single", "run.name=x", load_back=True)
     assert outcome.codes == [code], outcome.output
     asking = int(pid.read_text())
-    assert not psutil.pid_exists(asking) or psutil.wait_procs([psutil.Process(asking)], timeout=20)[1] == []
+    with suppress(psutil.NoSuchProcess):
+        assert survivors([psutil.Process(asking)]) == []
     assert (outcome.folder / "model/model.safetensors").is_file()
     if name == "SIGTERM":
         status = json.loads((outcome.folder / "status.json").read_text())

@@ -154,3 +154,9 @@ def test_a_status_of_any_type_is_read(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
     assert read_outcome(tmp_path / "status.json") == {}
     assert leftovers.read_recipe(tmp_path / "status.json") == {}
+
+
+@pytest.mark.parametrize("text", ["run: !!bool x", "run: !!int ''", "run: !!timestamp x", "run: [", "\0"])
+def test_a_recipe_that_is_no_yaml_is_passed_over(tmp_path, text):
+    (tmp_path / "resolved.yaml").write_text(text)
+    assert leftovers.read_recipe(tmp_path / "resolved.yaml") == {}

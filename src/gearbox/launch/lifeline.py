@@ -21,6 +21,8 @@ from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 
 PARENT = "GEARBOX_PARENT"
+LAUNCHER: int | None = None
+"""The process id of the launcher that started this rank, or None."""
 interrupted = False
 """True once Ctrl-C (SIGINT) has reached this rank."""
 
@@ -80,8 +82,9 @@ def _tie() -> int | None:
         return None
     if _is_orphan():
         exit_without_saving("the launcher's end")
+    launcher = os.getppid() if processes.is_python(psutil.Process(os.getppid())) else None
     signal.signal(signal.SIGINT, _interrupt)
-    return os.getppid() if processes.is_python(psutil.Process(os.getppid())) else None
+    return launcher
 
 
 def _is_orphan() -> bool:
@@ -102,4 +105,3 @@ def _interrupt(*_: object) -> None:
 
 
 LAUNCHER = _tie()
-"""The process id of the launcher that started this rank, or None."""

@@ -51,8 +51,8 @@ def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: 
 def read_outcome(path: Path) -> dict[str, Any]:
     """Return the facts that `write_outcome` wrote, without those of another type; {} if the file cannot be read."""
     try:
-        found = dict(json.loads(filesystem.text_of(path)))
-    except (OSError, ValueError, TypeError, RecursionError):
+        found = filesystem.read_json_object(path, filesystem.MAX_SMALL_BYTES)
+    except ValueError:
         return {}
     return {key: value for key, value in found.items() if type(value) is TYPES.get(key, str)}
 

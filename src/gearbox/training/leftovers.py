@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from gearbox import filesystem
+from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError
 
 FILES = ("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "report.html")
@@ -61,8 +62,8 @@ def is_model_damaged(folder: Path) -> bool:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the groups of a resolved.yaml, or {} if it is missing or damaged."""
     try:
-        found = dict(yaml.safe_load(filesystem.text_of(path)))
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
+        found = dict(yaml.safe_load(filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode()))
+    except (OSError, TypeError, *YAML_ERRORS):
         return {}
     return found if all(isinstance(group, dict) for group in found.values()) else {}
 

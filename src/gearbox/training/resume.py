@@ -55,13 +55,12 @@ def check_early(job: Job) -> None:
         if continued is None and recipe.run.resume in RESUME:
             return
         source = Path(recipe.run.resume) if continued is None else checkpoint_source(recipe, continued)
-        found = [(folder, _manifest(folder)) for folder in candidates(source)]
-        readable = [(folder, manifest) for folder, manifest in found if manifest is not None]
+        found = [(folder, manifest) for folder in candidates(source) if (manifest := _manifest(folder)) is not None]
     except OSError:  # a slow or odd file system
         return
-    if all(differences(manifest.recipe, recipe) for _, manifest in readable):  # the ranks may skip damaged ones
-        for folder, manifest in readable[:1]:
-            check_recipe(folder, manifest, recipe)
+    # The ranks may skip a checkpoint that is damaged, so any that fits is enough.
+    if found and all(differences(manifest.recipe, recipe) for _, manifest in found):
+        check_recipe(*found[0], recipe)
 
 
 def check_recipe(folder: Path, manifest: Manifest, recipe: Recipe) -> None:
