@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from gearbox.data.batches import IGNORE_INDEX
+from gearbox.kernels import head
 from gearbox.model import loss, probes
 from support.documents import Made, random_documents
 
@@ -67,7 +68,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch, family, method, chunk_tokens):
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(head, "chunk_tokens", lambda *_: chunk_tokens)
     untouched = make(family) if method == "full" else adapted(make(family))
     installed = deepcopy(untouched)
     loss.install_loss(installed)
@@ -128,7 +129,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_full_logits_are_never_made(monkeypatch, training):
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(head, "chunk_tokens", lambda *_: 16)
     model = make("Llama")
     rows = torch.randint(1, VOCABULARY, (8, 16))
     inputs = {"input_ids": rows, "position_ids": torch.arange(16).expand(8, -1)}
@@ -143,7 +144,7 @@ def test_the_full_logits_are_never_made(monkeypatch, training):
     assert chunked.numel < usual.numel / 2
 
 
-@pytest.fixture(params=["sdpa", "eager"])
+@pytest.fixture(params=["documents", "sdpa", "eager"])
 def packed(request):
     """Return a model, and seven documents in two rows."""
     made = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY)
@@ -202,7 +203,7 @@ def test_packed_documents_have_the_losses_and_the_gradient_they_have_one_at_a_ti
         assert (of_padded[name] - gradient).abs().max() < 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["documents", "sdpa", "eager"])
 def test_the_probe_detects_a_packing_leak(attention):
     model = make("Llama", attention)
     batch = random_documents([9, 5, 12, 4, 15, 10, 3], vocabulary=VOCABULARY).rows(32).batch([0, 1, None])

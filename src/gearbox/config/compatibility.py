@@ -71,8 +71,12 @@ REFUSALS = [
         "model.add_tokens: pipeline stages cannot add rows to the embedding; use the fsdp gear",
     ),
     Refusal(
-        lambda gear, recipe: gear.degree("sp") > 1 and recipe.model.attention == "eager",
-        "model.attention: sequence parallelism needs sdpa or flash_attention_2, found eager",
+        lambda gear, recipe: gear.degree("sp") > 1 and recipe.model.attention in ("eager", "sdpa"),
+        "model.attention: sequence parallelism cannot split the masks of eager and sdpa; use auto or flash_attention_2",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.degree("cp") > 1 and recipe.model.attention not in ("auto", "sdpa"),
+        "model.attention: ring attention replaces sdpa; use auto or sdpa",
     ),
     Refusal(
         lambda gear, recipe: recipe.adapter.method == "dora" and bool(recipe.model.add_tokens),

@@ -65,8 +65,9 @@ class Model(Group):
     """`pretrained` loads the weights; `random` draws them from `train.seed` for the architecture in config.json."""
     quantize: Literal["nf4"] | None = None
     """`nf4` stores the frozen base weights in 4 bits with double quantization; it needs an adapter (QLoRA)."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation; `auto` uses `sdpa`, which isolates packed documents on every device."""
+    attention: Literal["auto", "documents", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention implementation; `auto` uses `documents`, which computes nothing between packed documents, or else
+    `sdpa` with a mask."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass, for about a third more time and far less activation memory."""
     router_loss: NonNegativeFloat | None = None

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
+from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
@@ -37,6 +38,7 @@ from gearbox.distributed.tensor_parallel import (
 )
 from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer, without_adapter
 from gearbox.errors import UserError, one_line
+from gearbox.kernels import attention
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -94,7 +96,19 @@ class Engine:
     def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Enter gradient accumulation, which sets `is_last_micro_batch`, and yield the model's inputs on this rank."""
         with self.accelerator.accumulate(self.model), self.local_tokens(self.to_device(micro_batch)) as inputs:
-            yield inputs
+            yield inputs | self._counted(micro_batch)
+
+    def _counted(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what the model would otherwise read from tensors on a GPU, and wait: targets and documents."""
+        gear, causal_lm = self.job.gear, without_adapter(cast(PreTrainedModel, self.unwrapped))
+        if self.device.type == "cpu" or gear.degree("sp") * gear.degree("cp") > 1:  # these divide rows among ranks
+            return {}
+        counted: dict[str, Any] = {"num_targets": int((micro_batch["labels"] != IGNORE_INDEX).sum())}
+        if "position_ids" in micro_batch and causal_lm.takes_bounds:
+            bounds = attention.bounds_of(micro_batch["position_ids"])
+            starts = bounds["cu_seq_lens_q"].pin_memory().to(self.device, non_blocking=True)
+            counted |= bounds | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        return counted
 
     def local_tokens(self, inputs: dict[str, torch.Tensor]) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """Yield this rank's tokens of rows [B, T]: a part if several ranks share each row, else all of them."""
@@ -182,6 +196,16 @@ def unwrap(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 def precision(gear: Gear) -> str:
     """Return the precision as Accelerate names it: "no" (fp32) or "bf16". CPUs run fp32; most lack bf16 units."""
     return "no" if runs_on_cpu() else gear.precision
+
+
+def attends_by_document(gear: Gear) -> bool:
+    """Return True if attention can be computed by document: by the CPU's kernel, or by the GPU's in bf16.
+
+    Ring attention replaces sdpa, so it needs sdpa.
+    """
+    if gear.degree("cp") > 1:
+        return False
+    return runs_on_cpu() or (precision(gear) == "bf16" and torch.cuda.get_device_capability() >= (8, 0))
 
 
 def create_accelerator(job: Job, has_unreached: bool = False) -> Accelerator:
@@ -277,7 +301,7 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
-        sequence_parallel.isolate_documents(model)
+        sequence_parallel.check_attention(model)
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
     if gear.engine == "pp":
         return _make_pipeline(gear, accelerator, model), accelerator.prepare(optimizer)

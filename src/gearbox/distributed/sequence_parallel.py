@@ -11,49 +11,28 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.config.gear import Gear
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.errors import UserError
+from gearbox.kernels.attention import DOCUMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def isolate_documents(model: PreTrainedModel) -> None:
-    """Make sdpa build the mask of packed documents from their positions if it receives no mask.
+def check_attention(model: PreTrainedModel) -> None:
+    """Raise UserError if the model's attention needs a mask, which would cover only this rank's tokens.
 
-    Ulysses passes full sequences with their positions to the attention. It drops the mask, which covers only this
-    rank's tokens. Raise UserError if the model has only eager attention.
+    Ulysses passes full sequences with their positions to the attention, which then isolates packed documents.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if model.config._attn_implementation == "eager":
+    name = model.config._attn_implementation
+    if name != DOCUMENTS and not is_flash_attention_requested(model.config):
         raise UserError(
-            f"model.name: {model.config.model_type} has only eager attention, which cannot split rows; use zero3"
+            f"model.attention: {model.config.model_type} computes attention with a mask ({name}), which cannot split "
+            "rows; use model.attention=auto, or the gear zero3"
         )
-    if model.config._attn_implementation != "sdpa":
-        return
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def isolated(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *rest: object,
-        **options: object,
-    ) -> object:
-        positions = options.get("position_ids")
-        if attention_mask is None and isinstance(positions, torch.Tensor) and (positions[:, 1:] == 0).any():
-            document = (positions == 0).cumsum(1)  # [B, T]
-            same = document[:, None, :, None] == document[:, None, None, :]
-            attention_mask = same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
-        return usual(module, query, key, value, attention_mask, *rest, **options)
-
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = isolated
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from gearbox.distributed.full_parameters import keeping_loaded_weights
 from gearbox.distributed.unwrap import is_composite, model_class, text_class
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
+from gearbox.kernels.attention import DOCUMENTS
 from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
 
@@ -112,8 +113,8 @@ def load(
     trains_all = recipe.adapter.method == "none"
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
     config = Pretrained.of(settings, source).config()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention(config, settings.attention)}
-    options |= engine_options or {}
+    options: dict[str, Any] = {"dtype": dtype, **(engine_options or {})}
+    options.setdefault("attn_implementation", attention_of(config, settings.attention))
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
     own_dropout = {} if settings.dropout else dropout.switch_off(config)
@@ -184,12 +185,21 @@ def _check_saving(model: PreTrainedModel, origin: Pretrained) -> None:
             raise origin.explain(error) from None
 
 
-def _attention(config: PretrainedConfig, chosen: str = "auto") -> str:
-    """Return the attention to use. auto is sdpa if the family supports it, else eager (Gemma 2, gpt-oss)."""
+def attention_of(config: PretrainedConfig, chosen: str = "auto", by_document: bool = False) -> str:
+    """Return the attention to use. auto is eager for families without sdpa (Gemma 2, gpt-oss).
+
+    `by_document` is True if the gear can compute attention by document, and the family passes positions to it.
+    """
     if chosen == "flash_attention_2" and not torch.cuda.is_available():
-        raise UserError("model.attention: flash_attention_2 needs a GPU; use sdpa")
+        raise UserError("model.attention: flash_attention_2 needs a GPU; use auto")
+    if chosen == DOCUMENTS and not by_document:
+        raise UserError(
+            f"model.attention: {config.model_type} cannot compute attention by document on this gear; use auto"
+        )
     if chosen != "auto":
         return chosen
+    if by_document:
+        return DOCUMENTS
     return "sdpa" if getattr(model_class(config), "_supports_sdpa", True) else "eager"
 
 
@@ -261,7 +271,7 @@ def load_for_answers(
     config = origin.config()
     check_weights(origin, config)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
-    options = origin.options | {"dtype": "auto", "use_safetensors": True, "attn_implementation": _attention(config)}
+    options = origin.options | {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention_of(config)}
     try:
         model = loader.from_pretrained(origin.name, config=config, **options)
         origin = saved

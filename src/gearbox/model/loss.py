@@ -16,16 +16,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
+from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.unwrap import decoder_of, without_adapter
+from gearbox.kernels import head as heads
 from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 PairOfTensors = tuple[torch.Tensor, torch.Tensor]
-CHUNK_TOKENS = 1024  # tokens with logits at one time: for Qwen2.5 0.6 GB in fp32 (x 152,064), not 5 GB for 4 x 2,048
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     """
     causal_lm = without_adapter(model)
     head = causal_lm.get_output_embeddings()
-    uses_flash = str(causal_lm.config._attn_implementation).startswith("flash")
+    uses_flash = is_flash_attention_requested(causal_lm.config)  # also by kernels from the Hub
     causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
     causal_lm.router_sum = 0.0
     causal_lm.loss_path = LossPath()
@@ -68,7 +69,7 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     causal_lm.forward = types.MethodType(forward, causal_lm)
     if head is not None:
         scale, cap = _logit_shape(causal_lm.config.get_text_config())
-        chunked = ChunkedLoss(head.forward, scale, cap, is_adapted=hasattr(head, "base_layer"))
+        chunked = ChunkedLoss(head, head.forward, causal_lm.config.get_text_config().vocab_size, scale, cap)
         head.forward = types.MethodType(_head_forward_with_loss(chunked), head)
 
 
@@ -78,7 +79,11 @@ def _forward_with_loss(
     """Return a causal language model's forward that returns the loss instead of logits if labels are given."""
 
     def forward(
-        self: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
+        self: PreTrainedModel,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_targets: int | None = None,
+        **inputs: object,
     ) -> ModelOutput | torch.Tensor | PairOfTensors:
         if self.loss_path.own_positions:
             inputs.pop("position_ids", None)
@@ -87,17 +92,16 @@ def _forward_with_loss(
         shape = input_ids.shape
         positions = cast("torch.Tensor | None", inputs.get("position_ids"))
         if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
-            input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
+            input_ids, inputs["position_ids"] = input_ids.view(1, -1), positions.view(1, -1)
         options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
         if self.loss_path.own_logits and labels is not None:
-            placed = {} if positions is None else {"position_ids": positions}
-            decoded = usual_forward(input_ids=input_ids, **placed, **options)
+            decoded = usual_forward(input_ids=input_ids, **inputs, **options)
             result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten())
         else:
-            decoded = decoder(input_ids=input_ids, position_ids=positions, use_cache=False, **options)
+            decoded = decoder(input_ids=input_ids, use_cache=False, **inputs, **options)
             if head is None or labels is None:
                 return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
-            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten())
+            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets)
         if not torch.is_grad_enabled():
             losses, hits = result
             return losses.view(shape), hits.view(shape)
@@ -130,59 +134,76 @@ def _head_forward_with_loss(
     """
 
     def forward(
-        self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor | None = None
+        self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor | None = None, num_targets: int | None = None
     ) -> torch.Tensor | PairOfTensors:
         if labels is None:
             return chunked.usual_forward(hidden)
-        return chunked.total(hidden, labels) if torch.is_grad_enabled() else chunked.by_token(hidden, labels)
+        if num_targets is None:
+            (chosen,) = (labels != IGNORE_INDEX).nonzero(as_tuple=True)  # waits for a GPU
+        else:
+            chosen = (labels != IGNORE_INDEX).nonzero_static(size=num_targets)[:, 0]
+        targets = hidden.index_select(0, chosen), labels.index_select(0, chosen)
+        if torch.is_grad_enabled():
+            return chunked.total(*targets)
+        losses, hits = chunked.by_token(*targets)
+        unset = losses.new_zeros(len(labels)), hits.new_zeros(len(labels))
+        return unset[0].index_copy(0, chosen, losses), unset[1].index_copy(0, chosen, hits)
 
     return forward
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """A cross entropy that computes an output head's logits for one chunk of tokens at a time."""
+    """A cross entropy that computes an output head's logits for one chunk of targets at a time."""
 
+    head: nn.Module
     usual_forward: Callable[[torch.Tensor], torch.Tensor]
     """The head's original forward: hidden states [N, H] to logits [N, V]."""
+    num_rows: int
+    """V. Under ZeRO-3 a weight has no shape until its module gathers it."""
     scale: float
     """Factor of the logits."""
     cap: float | None
     """Bound that tanh sets on the logits; None for no bound."""
-    is_adapted: bool
-    """Whether the head has an adapter."""
 
     def total(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the targets' losses, []. The backward pass recomputes the logits.
+        """Return the sum of the targets' losses, []. hidden: [N, H]. labels: [N].
 
-        hidden: [N, H]. labels: [N].
+        A plain head computes its gradients together with the logits. With an adapter, a bias or tensor parallelism, the
+        backward pass recomputes the logits.
         """
+        head = self.head
+        if type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter:
+            return heads.cross_entropy_sum(hidden, head.weight, labels, self.scale, self.cap)
         # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
+        keeps_rng = hasattr(head, "base_layer")
         losses = [
-            checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=self.is_adapted)
-            for h, y in _chunks(hidden, labels)
+            checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=keeps_rng)
+            for h, y in self._chunks(hidden, labels)
         ]
         return torch.stack(losses).sum()
 
     def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> PairOfTensors:
         """Return each token's loss and whether the most likely token is the target, both [N]."""
         losses, hits = [], []
-        for h, y in _chunks(hidden, labels):
+        for h, y in self._chunks(hidden, labels):
             logits = self._logits(h)
-            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none"))
+            losses.append(F.cross_entropy(logits, y, reduction="none"))
             hits.append(logits.argmax(-1) == y)
         return torch.cat(losses), torch.cat(hits)
 
     def _sum_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._logits(hidden), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return F.cross_entropy(self._logits(hidden), labels, reduction="sum")
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.usual_forward(hidden).float() * self.scale
+        logits = self.usual_forward(hidden).float()
+        logits = logits if self.scale == 1 else logits * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-
-def _chunks(hidden: torch.Tensor, labels: torch.Tensor) -> list[PairOfTensors]:
-    return list(zip(torch.split(hidden, CHUNK_TOKENS), torch.split(labels, CHUNK_TOKENS), strict=True))
+    def _chunks(self, hidden: torch.Tensor, labels: torch.Tensor) -> list[PairOfTensors]:
+        """Return the chunks, at least one: an engine may wait for the head's hooks."""
+        size = heads.chunk_tokens(self.num_rows, hidden.device)
+        return list(zip(torch.split(hidden, size), torch.split(labels, size), strict=True))
 
 
 def _logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:

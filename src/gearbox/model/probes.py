@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from torch import nn
 from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.engine import Engine
-from gearbox.distributed.unwrap import text_class, without_adapter
+from gearbox.distributed.unwrap import model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.kernels import attention
+from gearbox.kernels.attention import DOCUMENTS
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 16  # of the row that compares losses
 NUM_NARROW_TOKENS = (512, 64)  # of the row that finds parameters without a gradient; fewer for short position tables
+NARROW_DOCUMENTS = (23, 1, 17, 7)  # lengths of the documents in the row that compares attentions
+NARROW_WINDOW = 6  # of sliding attention in that row
 TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")  # last part of the name
 TOWERS = ("vision", "image", "img", "audio")  # parts of the names of modules that do not read text
 
@@ -104,18 +109,59 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
     """
     for num_tokens in NUM_NARROW_TOKENS:
         try:
-            narrow = shrink_config(config, tokenizer)
-            narrow.get_text_config().use_cache = False  # as in training
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = text_class(narrow)(narrow).float()
-                tokens = torch.randint(1, narrow.get_text_config().vocab_size, (1, num_tokens))
-                model(input_ids=tokens).logits.float().logsumexp(-1).sum().backward()
+            model, tokens = _narrow_copy(config, tokenizer, num_tokens)
+            model(input_ids=tokens).logits.float().logsumexp(-1).sum().backward()
         except Exception:  # `check_loss` reports a family that cannot be trained
             continue
         named = [(numberless(name), parameter) for name, parameter in model.named_parameters()]
         return {name for name, _ in named} - {name for name, parameter in named if parameter.grad is not None}
     return set()
+
+
+def _narrow_copy(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_tokens: int
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """Return a narrow copy of a model with random weights, and a row of random tokens for it, [1, num_tokens]."""
+    narrow = shrink_config(config, tokenizer)
+    narrow.get_text_config().use_cache = False  # as in training
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = text_class(narrow)(narrow).float()
+        return model, torch.randint(1, narrow.get_text_config().vocab_size, (1, num_tokens))
+
+
+def document_arguments(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the arguments in which a family passes the start of documents to its attention: positions, bounds.
+
+    With such an argument, attention by document equals sdpa with a mask on packed rows. They are compared on a narrow
+    copy with random weights and a narrow sliding window. Call this before Accelerate starts, because ZeRO-3 would shard
+    the copy.
+    """
+    family = model_class(config)
+    if not (getattr(family, "_supports_sdpa", False) and getattr(family, "_supports_flash_attn", False)):
+        return set()
+    config = copy.deepcopy(config)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if getattr(part, "sliding_window", None):
+            part.sliding_window = NARROW_WINDOW
+    positions = torch.cat([torch.arange(length) for length in NARROW_DOCUMENTS])[None]
+    logits: dict[str, torch.Tensor] = {}
+    for way, name, bounds in (
+        ("mask", "sdpa", {}),
+        ("positions", DOCUMENTS, {}),
+        ("bounds", DOCUMENTS, attention.bounds_of(positions)),
+    ):
+        try:
+            model, tokens = _narrow_copy(config, tokenizer, positions.shape[1])
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                logits[way] = model.eval()(input_ids=tokens, position_ids=positions, **bounds).logits.float()
+        except Exception:  # a family can raise anything
+            continue
+    expected = logits.pop("mask", None)
+    if expected is None:
+        return set()
+    return {way for way, found in logits.items() if torch.allclose(found, expected, rtol=1e-4, atol=1e-5)}
 
 
 def may_skip_experts(config: PretrainedConfig) -> bool:

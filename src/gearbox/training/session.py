@@ -120,10 +120,15 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
     unreached = probes.unreached_parameters(config, tokenizer)
+    arguments = probes.document_arguments(config, tokenizer)
+    by_document = "positions" in arguments and engines.attends_by_document(gear)
+    attention = loading.attention_of(config, recipe.model.attention, by_document)
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
-    stage, placing = engines.stage_of_rank(gear, world.rank), engines.from_pretrained_kwargs(gear)
+    stage = engines.stage_of_rank(gear, world.rank)
+    placing = {**engines.from_pretrained_kwargs(gear), "attn_implementation": attention}
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
+    without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
     model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
