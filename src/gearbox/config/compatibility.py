@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gearbox.config.gear_keys import DEGREES
-from gearbox.config.loader import RawMapping, located
+from gearbox.config.loader import RawMapping, has_flash_attention, located
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 
@@ -102,10 +102,10 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
             of_recipe.append(f"model.quantize: {recipe.model.quantize} {hint} null")
         if recipe.optim.name != "adamw":
             of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
-    if recipe.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+    if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         of_recipe.append(
-            "model.attention: flash_attention_2 needs flash_attn, which is not installed; run pip install flash-attn, "
-            "or use sdpa"
+            "model.attention: flash_attention_2 needs flash_attn, which is not installed; run pip install flash-attn "
+            "or kernels, or use auto"
         )
     problems += [located(text, recipe, recipe_path) for text in of_recipe]
     problems += [

@@ -331,6 +331,11 @@ def keys_meant(name: str) -> list[str]:
     return exact or [*filter(None, [key_of(name)])]
 
 
+def has_flash_attention() -> bool:
+    """Return True if a package has the functions of flash_attention_2. kernels downloads them from the Hub."""
+    return any(importlib.util.find_spec(package) is not None for package in ("flash_attn", "kernels"))
+
+
 def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
     """Return the recipe for a rehearsal on this many data-parallel ranks.
 
@@ -339,7 +344,7 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
     that no document of yours is cut. What the command line gives stays. Flash attention needs its package.
     """
     model: dict[str, Any] = {"init": "random"}
-    if importlib.util.find_spec("flash_attn") is None and recipe.model.attention == "flash_attention_2":
+    if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         model["attention"] = "auto"
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model

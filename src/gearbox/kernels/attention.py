@@ -26,8 +26,9 @@ MAX_HEAD_SIZE = 256  # of the GPU's kernel
 def bounds_of(position_ids: torch.Tensor) -> dict[str, Any]:
     """Return the documents of rows as the keyword arguments that transformers passes to its flash attention.
 
-    position_ids: [B, T] on the CPU. cu_seq_lens_q and cu_seq_lens_k are the bounds of documents in the B * T tokens,
-    [D + 1] int32. max_length_q and max_length_k are the length of the longest document.
+    These are the bounds of the documents in the B * T tokens, [D + 1] int32, and the length of the longest document.
+
+    position_ids: [B, T] on the CPU.
     """
     bounds = _bounds(position_ids)
     longest = int(bounds.diff().max())

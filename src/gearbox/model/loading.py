@@ -114,7 +114,8 @@ def load(
     dtype = (torch.float32 if masters == "fp32" else torch.bfloat16) if trains_all else compute
     config = Pretrained.of(settings, source).config()
     options: dict[str, Any] = {"dtype": dtype, **(engine_options or {})}
-    options.setdefault("attn_implementation", attention_of(config, settings.attention))
+    if "attn_implementation" not in options:
+        options["attn_implementation"] = attention_of(config, settings.attention)
     if settings.quantize:
         options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
     own_dropout = {} if settings.dropout else dropout.switch_off(config)

@@ -155,6 +155,7 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     )
     verification.check_finite(engine.unwrapped, engine.world)
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
+    facts.lines["attention"] = str(without_adapter(engine.unwrapped).config._attn_implementation)
     path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
     if path:
         facts.lines["loss"] = path
