@@ -48,12 +48,14 @@ class _CrossEntropySum(torch.autograd.Function):
         of_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = chunk_tokens(len(weight), weight.device)
-        for first in range(0, len(hidden), size):
+        size = min(chunk_tokens(len(weight), weight.device), len(states))
+        logits = states.new_empty(size, len(weight))  # one buffer, since a CPU would map new memory for each chunk
+        for first in range(0, len(hidden), size or 1):
             part = slice(first, first + size)
-            loss, gradient = _loss_and_gradient(states[part] @ rows.T, labels[part], scale, cap)
+            chunk = torch.mm(states[part], rows.T, out=logits[: len(states[part])])
+            loss, gradient = _loss_and_gradient(chunk, labels[part], scale, cap)
             total += loss
-            gradient = gradient.to(dtype)
+            gradient = gradient if gradient is chunk else chunk.copy_(gradient)
             if of_hidden is not None:
                 torch.mm(gradient, rows, out=of_hidden[part])
             if of_weight is not None and dtype == torch.float32:
@@ -78,10 +80,9 @@ def _loss_and_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the cross entropies, [], and its gradient with respect to the unscaled logits, [N, V].
 
-    logits: [N, V], not used by the caller any more, since fp32 logits are overwritten.
+    logits: [N, V]. If they are in fp32, the gradient overwrites them.
     """
     values = logits.float()
-    del logits
     if scale != 1.0:
         values *= scale
     if cap:
