@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
-from gearbox.data.batches import IGNORE_INDEX, chain_hash, fullest_rows, make_step_batch, micro_batches_of
+from gearbox.data.batches import (
+    IGNORE_INDEX,
+    chain_hash,
+    fullest_rows,
+    make_step_batch,
+    micro_batches_of,
+    passes_of,
+)
 from gearbox.data.packing import chunk_documents, pack
 from support.documents import Made, random_documents
 
@@ -125,6 +132,36 @@ def test_groups_do_not_share_a_row():
     rows = made.rows(16, group=np.array([0, 1] * 5))
     assert rows.group_sizes == [2, 2] and len(rows) == 4
     assert [{i % 2 for i in rows.row(row).tolist()} for row in range(4)] == [{0}, {0}, {1}, {1}]
+
+
+@given(LENGTHS, st.integers(1, 90), st.integers(1, 4))
+def test_passes_have_each_chunk_with_targets_exactly_once_and_undivided(lengths, max_tokens, num_rows):
+    rows = random_documents(lengths).rows(40)
+    batch = rows.batch([*range(min(num_rows, len(rows))), None])
+    columns = zip(*(batch[name].flatten().tolist() for name in ("chunk_ids", "input_ids", "labels")), strict=True)
+    chunks: dict[int, list[tuple[int, int]]] = {}
+    for chunk, token, label in columns:
+        chunks.setdefault(chunk, []).append((token, label))
+    found: dict[int, list[tuple[int, int]]] = {}
+    for one in passes_of(batch, max_tokens):
+        assert {tensor.shape for tensor in one.values()} == {one["input_ids"].shape} and len(one["input_ids"]) == 1
+        names = one["chunk_ids"][0].tolist()
+        assert len(names) <= max_tokens or len({*names}) == 1 or -1 in names
+        starts = [i for i, chunk in enumerate(names) if i == 0 or names[i - 1] != chunk]
+        assert one["position_ids"][0, starts].sum() == 0 or -1 in names
+        for chunk, token, label in zip(names, one["input_ids"][0].tolist(), one["labels"][0].tolist(), strict=True):
+            found.setdefault(chunk, []).append((token, label))
+    expected = {
+        chunk: pairs for chunk, pairs in chunks.items() if chunk >= 0 and any(y != IGNORE_INDEX for _, y in pairs)
+    }
+    assert {chunk: pairs for chunk, pairs in found.items() if chunk >= 0} == expected
+    assert expected or len(passes_of(batch, max_tokens)) == 1
+
+
+def test_passes_are_as_long_as_they_may_be():
+    batch = random_documents([10, 10, 10, 7]).rows(37).batch([0])
+    assert [one["input_ids"].shape[1] for one in passes_of(batch, 20)] == [20, 17]
+    assert [one["input_ids"].shape[1] for one in passes_of(batch, 5)] == [10, 10, 10, 7]
 
 
 def test_the_fullest_rows_have_the_most_documents():

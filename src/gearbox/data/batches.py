@@ -171,6 +171,31 @@ def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, plan: Batch
     )
 
 
+def passes_of(batch: Batch, max_tokens: int) -> list[Batch]:
+    """Return the chunks of a packed batch as batches of one row each, [1, n], for passes of few tokens.
+
+    Chunks are isolated, so the sum over the passes is the batch's. A pass has at most `max_tokens` tokens, unless a
+    single chunk is longer. Padding and chunks without targets are left out. There is at least one pass.
+    """
+    documents, is_target = batch["chunk_ids"].flatten(), batch["labels"].flatten() != IGNORE_INDEX
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (documents.diff() != 0).nonzero()[:, 0] + 1])
+    lengths = starts.diff(append=torch.tensor([len(documents)])).tolist()
+    spans: list[list[slice]] = []
+    num_tokens = 0  # of the last pass
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        inside = slice(start, start + length)
+        if documents[start] < 0 or not is_target[inside].any():
+            continue
+        if not spans or num_tokens + length > max_tokens:
+            spans.append([])
+            num_tokens = 0
+        spans[-1].append(inside)
+        num_tokens += length
+    spans = spans or [[slice(0, WIDTH_STEP)]]
+    flat = {name: tensor.flatten() for name, tensor in batch.items()}
+    return [{name: torch.cat([t[inside] for inside in span])[None] for name, t in flat.items()} for span in spans]
+
+
 def fullest_rows(rows: PackedRows, num_rows: int) -> list[int | None]:
     """Return the rows with the most chunks, to probe how well chunks are isolated. None fills missing rows."""
     most = np.argsort(-np.diff(rows.starts), kind="stable")[:num_rows].tolist()
