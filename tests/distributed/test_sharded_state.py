@@ -60,3 +60,50 @@ def test_the_state_under_zero_has_one_order():
     optimizer = torch.optim.AdamW([parameter])
     assert sharded_state._make_zero_state(SimpleNamespace(optimizer=None), optimizer, reader)
     assert list(optimizer.state[parameter]) == [*kinds, "step"]
+
+
+def test_restored_numbers_are_on_the_device_that_a_fused_step_reads():
+    """An unfused step keeps its number on the CPU. The fake device shows where each tensor is made."""
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    kinds = ["exp_avg", "exp_avg_sq"]
+    scalars = {"weight": {"step": {"float32": 3.0}}}
+    reader = SimpleNamespace(shapes={"weight": [2, 2]}, scalars=scalars, kinds=lambda name: kinds)
+    for make in (
+        lambda: sharded_state._make_state(model, optimizer, reader),
+        lambda: sharded_state._make_zero_state(SimpleNamespace(optimizer=None), optimizer, reader),
+    ):
+        optimizer.state.clear()
+        make()
+        state = optimizer.state[model.weight]
+        assert {tensor.device.type for tensor in state.values()} == {"meta"} and state["step"].dtype == torch.float32
+
+
+def test_a_state_of_an_unfused_step_is_continued(tmp_path):
+    """An earlier version saved the step's number from a CPU; the next steps equal those of one unfused optimizer."""
+    torch.manual_seed(0)
+    model, other = torch.nn.Linear(5, 7), torch.nn.Linear(5, 7)
+    world, inputs = SingleProcess(), torch.randn(3, 5)
+
+    def steps(trained, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            trained(inputs).square().sum().backward()
+            optimizer.step()
+
+    unfused = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    steps(model, unfused, 3)
+    saved = {shard.key: shard.tensor.clone() for shard in sharded_state.local_shards(model, unfused, world)}
+    reader = SimpleNamespace(
+        folder="here", shapes=sharded_state.full_shapes(model, world),
+        scalars=sharded_state.scalars(model, unfused, world), kinds=lambda name: ["exp_avg", "exp_avg_sq"],
+        read_shard=lambda shard: saved[shard.key],
+    )  # fmt: skip
+    fused = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
+    sharded_state.restore(other, other, fused, reader, "ddp", world)
+    steps(model, unfused, 3)
+    steps(other, fused, 3)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert {float(state["step"]) for state in fused.state.values()} == {6}

@@ -45,7 +45,7 @@ def test_biases_norms_and_frozen_weights_do_not_decay():
     names = {parameter: name for name, parameter in model.named_parameters()}
     decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {"proj.weight": 0.25, "proj.bias": 0, "input_layernorm.weight": 0, "input_layernorm.bias": 0}
-    assert type(optimizer) is torch.optim.AdamW
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 1e-3)
 

@@ -49,13 +49,13 @@ def scalars_to_json(state: Mapping[str, object]) -> dict[str, Scalar]:
     return scalars
 
 
-def scalars_from_json(saved: Mapping[str, Scalar]) -> dict[str, float | torch.Tensor]:
-    """Return saved numbers in the form that the optimizer uses."""
+def scalars_from_json(saved: Mapping[str, Scalar], device: torch.device) -> dict[str, float | torch.Tensor]:
+    """Return saved numbers in the form that the optimizer uses. A fused step reads them on the weights' device."""
     state: dict[str, float | torch.Tensor] = {}
     for kind, value in saved.items():
         if isinstance(value, dict):
             ((dtype, number),) = value.items()
-            state[kind] = torch.tensor(number, dtype=NAMED_DTYPES[dtype])
+            state[kind] = torch.tensor(number, dtype=NAMED_DTYPES[dtype], device=device)
         else:
             state[kind] = value
     return state

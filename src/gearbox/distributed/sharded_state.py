@@ -373,7 +373,7 @@ def _make_state(model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> 
                 base.init_state(group, parameter, i, j)
             else:
                 base.state[parameter].update({kind: torch.zeros_like(parameter) for kind in kinds})
-            base.state[parameter].update(scalars_from_json(reader.scalars.get(name, {})))
+            base.state[parameter].update(scalars_from_json(reader.scalars.get(name, {}), parameter.device))
 
 
 def _make_zero_state(engine_model: nn.Module, optimizer: Optimizer, reader: ShardReader) -> bool:
@@ -390,5 +390,6 @@ def _make_zero_state(engine_model: nn.Module, optimizer: Optimizer, reader: Shar
         make = getattr(base, "get_state_buffer", torch.zeros_like)  # bitsandbytes: paged if the optimizer is
         partitions = getattr(engine_model.optimizer, "fp32_partitioned_groups_flat", None)
         for partition in partitions or [p for group in base.param_groups for p in group["params"]]:
-            base.state[partition] |= {kind: make(partition) for kind in kinds} | scalars_from_json(scalars[0])
+            base.state[partition] |= {kind: make(partition) for kind in kinds}
+            base.state[partition] |= scalars_from_json(scalars[0], partition.device)
     return True

@@ -32,7 +32,7 @@ def make_optimizer(model: torch.nn.Module, optim: Optim, unreached: Collection[s
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     import bitsandbytes
 
     # On a CPU the optimizer computes the same steps without paging.
