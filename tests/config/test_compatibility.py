@@ -60,6 +60,13 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         (["optim.name=paged_adamw_8bit"], ["zero2"], ["fsdp"], "use adamw or paged_adamw, or the fsdp gear"),
         (["optim.name=paged_adamw"], ["offload"], ["zero2", "zero3", "fsdp"], "use adamw, or the same gear without"),
         (
+            ["optim.name=muon"],
+            ["zero1", "zero2", "zero3"],
+            ["single", "ddp", "tp", "pp"],
+            "use adamw, or the fsdp gear",
+        ),
+        (["optim.name=muon"], ["fsdp_offload", "zero3_offload"], ["fsdp", "hsdp"], "use adamw, or the fsdp gear"),
+        (
             ["adapter.method=dora", "model.quantize=nf4"],
             ["zero3"],
             ["zero2", "fsdp", "ddp"],

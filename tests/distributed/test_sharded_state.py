@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from gearbox.checkpoint import shards
+from gearbox.config.recipe import Optim
 from gearbox.distributed import sharded_state
+from gearbox.model.optimizer import make_optimizer
 from support.world import SingleProcess
 
 
@@ -107,3 +109,18 @@ def test_a_state_of_an_unfused_step_is_continued(tmp_path):
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
     assert {float(state["step"]) for state in fused.state.values()} == {6}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
+def test_the_predicted_size_of_a_checkpoint_is_the_size_of_its_shards(name):
+    """With 8 bits, the scales of the blocks are not counted, and only a large matrix is tested."""
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 128), torch.nn.Linear(128, 64, bias=name != "adamw_8bit"))
+    if name == "adamw_8bit":
+        model = model[1]
+    optimizer, world = make_optimizer(model, Optim(name=name, lr=0.1)), SingleProcess()
+    predicted = sharded_state.checkpoint_bytes(model, optimizer, world)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    written = sum(shard.tensor.nbytes for shard in sharded_state.local_shards(model, optimizer, world))
+    assert predicted == pytest.approx(written, rel=0.1 if name == "adamw_8bit" else 0)

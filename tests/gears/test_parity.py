@@ -35,6 +35,8 @@ def single(tmp_path_factory, chats):
 
 
 def changes_of(method: str) -> tuple[str, ...]:
+    if method == "muon":
+        return ("optim.name=muon", "optim.weight_decay=0.1")
     return METHODS[method] + (() if method == "full" else ADAPTERS)
 
 
@@ -106,6 +108,12 @@ def test_adapters(train, single, gear, method):
     assert_same(outcome, single(method, train), 1e-4, 1e-4)
     moved = [name for name, tensor in outcome.kept_weights.items() if "lora_B" in name and tensor.abs().max() > 0]
     assert len(moved) == 14, "each of 2 layers has 7 linear layers whose adapter was trained and saved"
+
+
+def test_muon(train, single):
+    """Muon multiplies complete matrices. `test_from_gear_to_gear` also runs it on columns and on blocks of them."""
+    outcome = checked(train("fsdp", *FULL, *changes_of("muon"), ranks=3))
+    assert_same(outcome, single("muon", train), 1e-6, 1e-5)
 
 
 @pytest.mark.parametrize("gear", ["tp", "ulysses", "pp"])

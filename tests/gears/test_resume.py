@@ -55,6 +55,7 @@ def assert_equal(outcome, reference):
         ("fsdp", 2, METHODS["qdora"]),
         ("fsdp", 2, ("optim.name=adamw_8bit",)),
         ("tp", 2, ("optim.name=adamw_8bit",)),
+        ("fsdp", 2, ("optim.name=muon",)),
         ("zero2", 2, ("adapter.method=dora", "optim.name=paged_adamw")),
     ],
 )
@@ -98,13 +99,19 @@ def test_missing_state_is_noticed(train, monkeypatch):
         assert outcome.losses[-2:] != whole.losses[-2:], name
 
 
-def test_from_gear_to_gear(train):
-    """Resume one run under every engine in turn, on 1 to 4 ranks, one step each, with AdamW's state."""
-    given = STEPS
-    chain = [
+CHAINS = {
+    "adamw": [
         ("single", 1), ("ddp", 2), ("fsdp", 3), ("tp", 2), ("zero3", 2), ("fsdp_tp", 4), ("pp", 2), ("zero2", 2),
         ("hsdp", 4), ("ulysses", 2), ("fsdp_offload", 2), ("tp", 2), ("zero3_offload", 2), ("pp", 2), ("zero1", 2),
-    ]  # fmt: skip
+    ],
+    "muon": [("fsdp", 3), ("fsdp_tp", 4), ("pp", 2), ("tp", 2), ("ddp", 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("optimizer", "chain"), CHAINS.items())
+def test_from_gear_to_gear(train, optimizer, chain):
+    """Resume one run under every engine in turn, on 1 to 4 ranks, one step each, with the optimizer's state."""
+    given = (*STEPS, f"optim.name={optimizer}")
     whole = checked(train("single", *given, "run.name=whole", f"train.steps={len(chain) + 1}"))
     for number, (gear, ranks) in enumerate(chain, start=1):
         last = checked(train(gear, *given, f"train.steps={number + 1}", "run.resume=latest" if number > 1 else

@@ -4,7 +4,10 @@ from copy import deepcopy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from gearbox import ROOT
 from gearbox.config.recipe import Optim, Schedule
 from gearbox.model.optimizer import learning_rate, make_optimizer
 
@@ -48,6 +51,69 @@ def test_biases_norms_and_frozen_weights_do_not_decay():
     assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.125, (0.5, 0.75), 1e-3)
+
+
+def groups_of(model: torch.nn.Module) -> dict[str, dict]:
+    """Return the optimizer's group of each trained parameter under Muon."""
+    optimizer = make_optimizer(model, Optim(name="muon", lr=0.1, weight_decay=0.25))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: group for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("method", ["tied", "untied", "lora"])
+def test_muon_steps_the_matrices_of_layers_and_adamw_the_rest(method):
+    config = AutoConfig.from_pretrained(ROOT / "recipes/tiny", tie_word_embeddings=method == "tied")
+    model = AutoModelForCausalLM.from_config(config)
+    if method == "lora":
+        targets = ["q_proj", "down_proj", "lm_head", "embed_tokens"]
+        model = get_peft_model(model, LoraConfig(target_modules=targets, modules_to_save=["norm"]))
+    groups = groups_of(model)
+    assert {*groups} == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, group in groups.items():
+        is_outer = any(part in name for part in ("embed", "head", "norm"))
+        assert ("momentum" in group) == (not is_outer), name
+        assert group["weight_decay"] == (0 if "norm" in name else 0.25), name
+
+
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48), (16, 80)])
+def test_a_step_of_muon_is_torchs(shape):
+    """Torch orthogonalizes in bfloat16, which rounds each number to 8 bits."""
+    torch.manual_seed(0)
+    ours = torch.nn.Linear(*shape, bias=False)
+    theirs = deepcopy(ours)
+    before = ours.weight.clone()
+    numbers = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = make_optimizer(ours, Optim(name="muon", **numbers))
+    reference = torch.optim.Muon(theirs.parameters(), adjust_lr_fn="match_rms_adamw", **numbers)
+    for _ in range(5):
+        ours.weight.grad = torch.randn_like(before)
+        theirs.weight.grad = ours.weight.grad.clone()
+        optimizer.step()
+        reference.step()
+    moved, far = (theirs.weight - before).norm(), (ours.weight - theirs.weight).norm()
+    assert far < 0.02 * moved
+    assert {*optimizer.state[ours.weight]} == {"momentum_buffer"}
+
+
+def test_under_muon_the_rest_has_the_steps_of_adamw():
+    torch.manual_seed(0)
+    ours = torch.nn.ModuleList([torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3), torch.nn.LayerNorm(3)])
+    theirs = deepcopy(ours)
+    numbers = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    pair = [
+        (ours, make_optimizer(ours, Optim(name="muon", **numbers))),
+        (theirs, make_optimizer(theirs, Optim(**numbers))),
+    ]
+    pair[0][1].load_state_dict(pair[0][1].state_dict())  # as accelerate does; it replaces groups and state
+    for _ in range(3):
+        for model, optimizer in pair:
+            optimizer.zero_grad()
+            model[2](model[1](model[0](torch.arange(5)))).pow(3).sum().backward()
+            theirs[1].weight.grad = None if model is theirs else theirs[1].weight.grad
+            optimizer.step()
+        ours[1].load_state_dict(theirs[1].state_dict())
+    for name in ("0.weight", "1.bias", "2.weight", "2.bias"):
+        assert torch.equal(ours.get_parameter(name), theirs.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("name", ["adamw", "paged_adamw", "adamw_8bit", "paged_adamw_8bit"])

@@ -32,7 +32,7 @@ DTYPES = {
 NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 WEIGHT_DTYPES = [name for dtype, name in DTYPES.items() if dtype.is_floating_point]
 KEY = re.compile(r"([^|]+)\|([^|]+)\|([0-9]{1,18}(?:,[0-9]{1,18}){0,15})")
-MOMENTS = {"exp_avg", "exp_avg_sq"}  # torch's AdamW needs both
+MOMENTS = {"exp_avg", "exp_avg_sq"}  # torch's AdamW needs both, also for the weights that Muon leaves to it
 
 Scalar = float | dict[str, float]
 """A number in the optimizer state. A tensor without dimensions is stored as {dtype: number}."""
@@ -116,7 +116,7 @@ class ShardReader:
             self._kinds[name].add(kind)
             if name in self.shapes and "@" not in kind:
                 _check_whole(kind, name, self.shapes[name], shards)
-        needs_moments = manifest.recipe.get("optim", {}).get("name") == "adamw"
+        needs_moments = manifest.recipe.get("optim", {}).get("name") in ("adamw", "muon")
         for name in self.shapes:
             self._check_state(name, needs_moments)
 

@@ -43,7 +43,16 @@ REFUSALS = [
         "paged_adamw, or the fsdp gear",
     ),
     Refusal(
-        lambda gear, recipe: gear.offload is not None and recipe.optim.name != "adamw",
+        lambda gear, recipe: gear.zero_stage > 0 and recipe.optim.name == "muon",
+        "optim.name: Muon needs complete matrices, which ZeRO flattens and joins; use adamw, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.engine == "fsdp" and gear.offload is not None and recipe.optim.name == "muon",
+        "optim.name: Muon multiplies complete matrices, which takes too long in host memory, where this gear keeps the "
+        "optimizer; use adamw, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.offload is not None and recipe.optim.name not in ("adamw", "muon"),
         "optim.name: this gear keeps the optimizer in host memory, where 8-bit and paged states save nothing; use "
         "adamw, or the same gear without offload",
     ),
@@ -100,7 +109,7 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
         hint = "needs bitsandbytes, which is not installed; run pip install bitsandbytes, or use"
         if recipe.model.quantize:
             of_recipe.append(f"model.quantize: {recipe.model.quantize} {hint} null")
-        if recipe.optim.name != "adamw":
+        if recipe.optim.name not in ("adamw", "muon"):
             of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
     if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         of_recipe.append(

@@ -113,7 +113,7 @@ ADVICE = {
 
 LORA_4_BITS = "adapter.method: lora, with model.quantize: nf4"
 DORA_4_BITS = "adapter.method: dora, with model.quantize: nf4"
-ONLY_ADAMW = "optim.name: adamw; other optimizers are not supported"
+ONLY_ADAMW = "optim.name: adamw, or optim.name: muon; other optimizers are not supported"
 ONLY_NF4 = "model.quantize: nf4; 8-bit weights are not trained"
 VALUES = {
     "adapter.method": {
@@ -148,7 +148,8 @@ VALUES = {
         "optim.name: adamw_8bit": "adamw_bnb_8bit adam8bit adamw8bit bitsandbytes.optim.adamw8bit adam_8bit",
         "optim.name: paged_adamw": "paged_adamw_32bit pagedadamw paged_adamw32bit",
         "optim.name: paged_adamw_8bit": "pagedadamw8bit paged_adamw8bit bitsandbytes.optim.pagedadamw8bit",
-        ONLY_ADAMW: "sgd adafactor lion lion_32bit lion_8bit muon adagrad rmsprop galore_adamw lomo sophia shampoo",
+        "optim.name: muon": "torch.optim.muon dist_muon muon_adamw muonwithauxadam single_device_muon normuon",
+        ONLY_ADAMW: "sgd adafactor lion lion_32bit lion_8bit adagrad rmsprop galore_adamw lomo sophia shampoo",
     },
     "optim.master_weights": {
         "optim.master_weights: fp32": "float32 float 32 full auto torch.float32 fp16 float16 half",

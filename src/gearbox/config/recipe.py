@@ -208,11 +208,11 @@ class Batch(Group):
 class Optim(Group):
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon"] = "adamw"
     """AdamW, or a bitsandbytes variant of it: 8bit stores each moment in one byte, and paged moves the state out of a
-    full GPU's memory."""
+    full GPU's memory. `muon` steps the matrices of layers by Muon, with one moment, and all other weights by AdamW."""
     lr: Float = Field(gt=0)
-    """Peak learning rate."""
+    """Peak learning rate; one that suits AdamW suits Muon too."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     eps: Float = Field(1e-8, gt=0)

@@ -87,7 +87,7 @@ class TorchShard(ParameterShard):
         if not isinstance(self.parameter, DTensor):
             return TensorShard("parameter", self.name, 0, self.parameter.detach().view(-1))
         local = self.parameter.to_local().detach()
-        offsets = _offsets(self.parameter, local)
+        offsets = block_offsets(self.parameter, local)
         row_shape = self.parameter.shape[1:]
         if local.shape[1:] != row_shape:
             return TensorShard("parameter", self.name, offsets, local)
@@ -209,7 +209,7 @@ def shard_of(name: str, parameter: torch.Tensor) -> ParameterShard:
     return Zero12Shard(name, parameter) if hasattr(parameter, "_hp_mapping") else TorchShard(name, parameter)
 
 
-def _offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
+def block_offsets(parameter: DTensor, local: torch.Tensor) -> tuple[int, ...]:
     """Return the offset of this rank's shard in each dimension."""
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
@@ -256,11 +256,14 @@ def full_shapes(model: nn.Module, world: World) -> dict[str, list[int]]:
 
 
 def checkpoint_bytes(model: nn.Module, optimizer: Optimizer, world: World) -> int:
-    """Return the size of a checkpoint in bytes: the master and two moments of each trained parameter."""
-    eight_bits = getattr(getattr(unwrap_optimizer(optimizer), "args", None), "optim_bits", 32) == 8
+    """Return the size of a checkpoint in bytes: each trained parameter's master and two moments, or Muon's only one."""
+    base = unwrap_optimizer(optimizer)
+    eight_bits = getattr(getattr(base, "args", None), "optim_bits", 32) == 8
+    by_muon = {id(p) for group in base.param_groups if "momentum" in group for p in group["params"]}
     sizes = {}
     for shard in _trained_shards(model):
-        moments = 2 if eight_bits else 2 * shard.master_itemsize
+        count = 1 if id(shard.parameter) in by_muon else 2
+        moments = count * (1 if eight_bits else shard.master_itemsize)
         sizes[shard.name] = math.prod(shard.full_shape) * (shard.master_itemsize + moments)
     return sum(merged(world.gather(sizes)).values())
 

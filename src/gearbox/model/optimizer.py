@@ -4,35 +4,51 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gearbox.config.recipe import Optim, Schedule
+from gearbox.distributed.sharded_state import block_offsets
 from gearbox.model.probes import numberless
 
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the polynomial of https://kellerjordan.github.io/posts/muon
+ITERATIONS = 5
 
-def make_optimizer(model: torch.nn.Module, optim: Optim, unreached: Collection[str] = ()) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable weights.
+
+def make_optimizer(model: nn.Module, optim: Optim, unreached: Collection[str] = ()) -> torch.optim.Optimizer:
+    """Return the optimizer over the trainable weights.
 
     Biases, norms and DoRA magnitudes are exempt from weight decay, because zero is not a neutral value for them.
     Weights that get no gradient, `unreached` by the loss (`probes.unreached_parameters`), are exempt as well: some
     engines would decay them and others would not.
     """
-    decayed: list[torch.nn.Parameter] = []
-    exempt: list[torch.nn.Parameter] = []
-    seen: set[torch.nn.Parameter] = set()  # tied weights belong to several modules
+    by_kind: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
+    seen: set[nn.Parameter] = set()  # tied weights belong to several modules
     still = {parameter for name, parameter in model.named_parameters() if numberless(name) in unreached}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    of_head = set() if head is None else {*head.modules()}
     for module in model.modules():
         is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
+        is_layer = not is_norm and not isinstance(module, nn.Embedding) and module not in of_head
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                (exempt if is_norm or name == "bias" or parameter in still else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+                is_matrix = is_layer and name == "weight" and parameter.dim() == 2
+                is_exempt = is_norm or name == "bias" or parameter in still
+                by_kind[optim.name == "muon" and is_matrix, is_exempt].append(parameter)
+    groups: list[dict[str, Any]] = []
+    for (is_stepped_by_muon, is_exempt), parameters in sorted(by_kind.items()):
+        group = {"params": parameters, "weight_decay": 0.0 if is_exempt else optim.weight_decay}
+        groups.append(group | {"momentum": MOMENTUM} if is_stepped_by_muon else group)
+    if optim.name in ("adamw", "muon"):
+        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        return adamw if optim.name == "adamw" else Muon(adamw)
     import bitsandbytes
 
     # On a CPU the optimizer computes the same steps without paging.
@@ -42,6 +58,67 @@ def make_optimizer(model: torch.nn.Module, optim: Optim, unreached: Collection[s
         groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, optim_bits=bits, is_paged=paged
     )
     return optimizer
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups of matrices, which have a momentum, and AdamW for the other groups.
+
+    Torch's own Muon has no AdamW, computes in bfloat16 also where that is slow, and would multiply shards of a matrix
+    in an order that depends on the gear.
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW) -> None:
+        """Take the groups of an AdamW that has not made a step."""
+        super().__init__(adamw.param_groups, adamw.defaults)
+        adamw.param_groups = []  # an engine replaces the groups here; the old ones would keep the full weights
+        self._adamw = adamw
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step of every weight that has a gradient."""
+        loss = None if closure is None else closure()
+        self._adamw.state = self.state
+        self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
+        self._adamw.step()
+        for group in self.param_groups:
+            for parameter in group["params"] if "momentum" in group else ():
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, group)
+        return loss
+
+    def _step_matrix(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Step a matrix. Ranks with its shards gather the update, and each takes its own part: all make this call."""
+        state, gradient, momentum = self.state[parameter], parameter.grad, group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        assert gradient is not None
+        update = gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)  # Nesterov's
+        local: torch.Tensor = parameter
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            update = orthogonalized(update.full_tensor())  # type: ignore[attr-defined]
+            corner = zip(block_offsets(parameter, local), local.shape, strict=True)
+            update = update[tuple(slice(first, first + length) for first, length in corner)]
+        else:
+            update = orthogonalized(update)
+        local.mul_(1 - group["lr"] * group["weight_decay"])
+        # This factor gives the update the root mean square of AdamW's (arXiv 2502.16982), so one rate suits both.
+        local.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with the same singular vectors, and singular values near 1, by Newton-Schulz iterations.
+
+    A GPU computes it in bfloat16, as Muon is used elsewhere; a CPU, often without units for that, in fp32.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
 
 
 def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -> float:

@@ -43,7 +43,7 @@ TOLERANCES = {
 }
 LEGEND = (__doc__ or "").partition("\n\n")[2].strip()
 HEADINGS = ["gear", *QUANTITIES, "verdict"]
-FIRST_MOMENTS = ("exp_avg", "state1")  # the names in torch and in bitsandbytes
+FIRST_MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # the names in torch, in bitsandbytes and under Muon
 
 
 @dataclass(frozen=True)
