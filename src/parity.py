@@ -137,6 +137,7 @@ def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, w
         "train.steps": num_steps,
         "train.epochs": "null",
         "schedule.warmup": warmup,
+        "schedule.decay": "20%",  # a count may not fit into so few steps
         "eval.fraction": 0,
         "eval.path": "null",
         "eval.samples": 0,

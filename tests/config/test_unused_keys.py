@@ -35,6 +35,7 @@ def hints_of(tmp_path, *overrides: str) -> list[str]:
         ("data.text_unit=line data.path=CHATS", "data.text_unit: no effect, because data.path has no .txt file"),
         ("eval.fraction=0.1 eval.path=CHATS", "eval.fraction: no effect, because eval.path gives the documents"),
         ("eval.fraction=0 eval.every=5 eval.samples=9", "eval.every, eval.samples: no effect, because no document is"),
+        ("schedule.decay=10%", "schedule.decay: no effect, because schedule.name is not wsd"),
         ("eval.samples=0 eval.sample_tokens=9", "eval.sample_tokens: no effect, because eval.samples is 0"),
     ],
 )
@@ -57,6 +58,7 @@ def test_a_key_without_effect_is_named(tmp_path, overrides, said):
         "eval.fraction=0 eval.samples=0 eval.every=0",
         "eval.every=5 eval.samples=9 eval.sample_tokens=5",
         "eval.fraction=0 eval.samples=9 eval.path=FOLDER",
+        "schedule.name=wsd schedule.decay=10%",
     ],
 )
 def test_keys_with_effect_are_not_named(tmp_path, overrides):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import jsonschema
@@ -10,7 +11,7 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe, recipe_for_manifest
+from gearbox.config.loader import load_recipe, recipe_for_manifest, rehearsed
 from gearbox.config.recipe import Optim, Recipe, Schedule, recipe_keys
 from gearbox.errors import UserError
 from gearbox.model.optimizer import learning_rate
@@ -206,13 +207,14 @@ def test_older_code_resumes_manifests_with_a_count(warmup):
     recipe = load_recipe(TINY, [f"schedule.warmup={warmup}"])
     there, here = resume._flat(recipe_for_manifest(recipe)), resume._flat(old_manifest(recipe, warmup))
     assert there == here
-    assert set(there) == {OLD if key == "schedule.warmup" else key for key in recipe_keys()}
+    known = {OLD if key == "schedule.warmup" else key for key in recipe_keys()}
+    assert set(there) == known - {"schedule.decay"}  # of wsd, which older code does not have
     assert resume.differences(recipe_for_manifest(recipe), recipe) == []
 
 
 def test_manifests_with_a_share_have_the_new_key():
     recipe = load_recipe(TINY, ["schedule.warmup=7%"])
-    assert recipe_for_manifest(recipe) == recipe.model_dump(mode="json")
+    assert recipe_for_manifest(recipe)["schedule"] == {"name": "cosine", "warmup": "7%"}
     assert resume.differences(recipe_for_manifest(recipe), recipe) == []
     assert resume.differences(recipe_for_manifest(recipe), load_recipe(TINY, ["schedule.warmup=50"])) == [
         "schedule.warmup changed from '7%' to 50"
@@ -228,7 +230,7 @@ def test_a_run_hints_once_and_resumes_what_older_code_wrote(train, old_recipe, m
     (manifest, *_) = sorted(first.folder.glob("checkpoints/*/manifest.json"))
     assert '"warmup_steps": 1' in manifest.read_text() and '"warmup": ' not in manifest.read_text()
     resolved = first.folder / "resolved.yaml"
-    assert yaml.safe_load(resolved.read_text())["schedule"] == {"name": "constant", "warmup": 1}
+    assert yaml.safe_load(resolved.read_text())["schedule"] == {"name": "constant", "warmup": 1, "decay": "20%"}
 
     resolved.write_text(resolved.read_text().replace("warmup: 1", "warmup_steps: 1"))
     monkeypatch.setenv("GEARBOX_RUN", str(first.folder))
@@ -238,3 +240,42 @@ def test_a_run_hints_once_and_resumes_what_older_code_wrote(train, old_recipe, m
     refused = train("ddp", *given, "train.steps=3", "schedule.warmup=7%", recipe=str(old_recipe), ranks=2)
     assert "was made by another recipe: schedule.warmup changed from 1 to '7%'" in refused.output
     assert set(refused.codes) == {2}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("train.steps=10", "schedule.warmup=6", "schedule.decay=5"),
+        ("train.steps=10", "schedule.warmup=9"),  # with the decay's default
+        ("train.steps=10", "schedule.warmup=60%", "schedule.decay=5"),
+        ("train.epochs=1", "train.steps=null", "schedule.warmup=60%", "schedule.decay=50%"),
+    ],
+)
+def test_a_warmup_and_a_decay_that_overlap_are_refused(given):
+    with pytest.raises(UserError) as caught:
+        load_recipe(TINY, ["schedule.name=wsd", *given])
+    (line,) = str(caught.value).splitlines()
+    assert re.search("schedule.decay: .* is more than what schedule.warmup .* leaves of the run", line)
+    load_recipe(TINY, ["schedule.name=linear", *[one for one in given if "decay" not in one]])
+    load_recipe(TINY, ["schedule.name=wsd", "run.rehearse=true", *given])
+
+
+def test_a_rehearsal_has_a_short_decay():
+    recipe = load_recipe(TINY, ["schedule.name=wsd", "schedule.warmup=100", "schedule.decay=300"])
+    schedule = rehearsed(recipe, 1).schedule
+    assert (schedule.warmup, schedule.decay) == (5, 5)
+    kept = ["schedule.name=wsd", "schedule.warmup=5%", "schedule.decay=30%"]
+    assert rehearsed(load_recipe(TINY, kept), 1).schedule.decay == "30%"
+
+
+def test_a_checkpoint_from_before_the_decay_is_resumed():
+    """It lacks the key, which has no effect on its schedule."""
+    recipe = load_recipe(TINY, ["schedule.name=linear"])
+    saved = recipe_for_manifest(recipe)
+    assert "decay" not in saved["schedule"] and resume.differences(saved, recipe) == []
+    falling = load_recipe(TINY, ["schedule.name=wsd"])
+    assert recipe_for_manifest(falling)["schedule"]["decay"] == "20%"
+    assert resume.differences(recipe_for_manifest(falling), falling) == []
+    other = load_recipe(TINY, ["schedule.name=wsd", "schedule.decay=30%"])
+    (line,) = resume.differences(recipe_for_manifest(falling), other)
+    assert line == "schedule.decay changed from '20%' to '30%'"

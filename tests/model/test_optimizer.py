@@ -34,6 +34,25 @@ def test_the_rate_falls_as_its_name_says():
         assert falling[1:] == sorted(falling[1:], reverse=True)
 
 
+def test_a_stable_rate_falls_linearly_in_its_last_steps():
+    found = rates(100, name="wsd", warmup=5, decay=10)
+    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]) and found[5:91] == [0.5] * 86
+    assert found[91:] == pytest.approx([0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05])
+    assert rates(100, name="wsd", warmup=5, decay="10%") == found
+    assert rates(100, name="wsd") == rates(100, name="wsd", decay="20%") and rates(100, name="wsd")[81] == 0.475
+    assert rates(100, name="wsd", warmup=5, decay=0) == rates(100, name="constant", warmup=5)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
+@pytest.mark.parametrize(("warmup", "decay"), [(0, "20%"), ("50%", "50%"), (3, 3), ("99%", 1)])
+def test_every_step_of_a_short_run_has_a_rate(num_steps, warmup, decay):
+    """Shares are rounded up, and the steps of a run of epochs are unknown at first. The warm-up comes first."""
+    found = rates(num_steps, name="wsd", warmup=warmup, decay=decay)
+    rising = Schedule(warmup=warmup).num_warmup_steps(num_steps)
+    assert all(0 < rate <= 0.5 for rate in found)
+    assert found[:rising] == rates(num_steps, name="constant", warmup=warmup)[:rising]
+
+
 def test_without_warmup_the_first_step_has_the_peak():
     assert rates(10, name="cosine")[0] == rates(10, name="linear")[0] == 0.5
     assert rates(1, name="cosine") == [0.5]

@@ -212,6 +212,8 @@ def recipe_for_manifest(recipe: Recipe) -> dict[str, Any]:
     schedule = content["schedule"]
     if isinstance(schedule["warmup"], int):
         schedule["warmup_steps"] = schedule.pop("warmup")
+    if recipe.schedule.name != "wsd":  # unknown to older versions
+        del schedule["decay"]
     return content
 
 
@@ -372,5 +374,7 @@ def _shortened(recipe: Recipe, data_parallel: int) -> Recipe:
     schedule = recipe.schedule
     if train.steps is not None and isinstance(schedule.warmup, int) and schedule.warmup >= train.steps:
         schedule = schedule.model_copy(update={"warmup": train.steps // 4})
+    if train.steps is not None and isinstance(schedule.decay, int):
+        schedule = schedule.model_copy(update={"decay": min(schedule.decay, train.steps // 4)})
     changes = {"batch": batch.model_copy(update=sizes), "train": train, "schedule": schedule}
     return recipe.model_copy(update=changes)

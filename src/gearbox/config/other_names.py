@@ -51,11 +51,12 @@ KEYS = {
     "optim.lr": "learning_rate learningrate max_lr peak_lr base_lr init_lr",
     "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2 betas1",
     "optim.eps": "adam_epsilon epsilon adam_eps",
-    "optim.weight_decay": "wd decay",
+    "optim.weight_decay": "wd",
     "optim.max_grad_norm": "gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_grad max_norm",
     "schedule": "lr_scheduler scheduler lr_schedule sched",
     "schedule.name": "lr_scheduler_type scheduler_type lr_scheduler_name lr_decay_style lr_schedule_type",
     "schedule.warmup": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters",
+    "schedule.decay": "num_decay_steps decay_steps lr_wsd_decay_iters wsd_decay_steps cooldown_steps",
     "train": "trainer training training_args training_arguments",
     "train.steps": "max_steps max_train_steps num_train_steps max_steps_per_epoch num_steps train_steps train_iters",
     "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
@@ -91,6 +92,7 @@ ADVICE = {
         report_to logging_steps log_every_n_steps logging_strategy wandb wandb_project wandb_entity use_wandb
         log_level metric_logger wandb_watch plot_loss logging_first_step""",
     "use schedule.warmup, with a share such as 3%": "warmup_ratio lr_warmup_fraction warmup_fraction lr_warmup_ratio",
+    "use schedule.decay, with a share such as 20%": "decay_ratio lr_decay_ratio decay_fraction cooldown_fraction",
     "use model.quantize: nf4": """
         load_in_4bit quantization_bit quantization bnb_4bit_quant_type quantize_base use_4bit quantization_config
         bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization""",
@@ -160,8 +162,9 @@ VALUES = {
             cosineannealing cosine_with_restarts cosine_with_min_lr cosine_annealing get_cosine_schedule_with_warmup
             cosine_with_warmup warmupcosinelr one_cycle rex""",
         "schedule.name: linear, with schedule.warmup": "linear_with_warmup warmup_linear warmupdecaylr polynomial",
+        "schedule.name: wsd": "warmup_stable_decay get_wsd_schedule wsd_schedule trapezoidal constant_with_cooldown",
         "schedule.name: constant": "const none fixed null",
-        "schedule.name: constant, with schedule.warmup": "constant_with_warmup warmuplr warmup warmup_stable_decay wsd",
+        "schedule.name: constant, with schedule.warmup": "constant_with_warmup warmuplr warmup",
     },
     "data.supervise": {
         "data.supervise: assistant": "assistants completion completions completion_only answer answers false",

@@ -7,7 +7,6 @@ misspelt key is reported in well under a second.
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -34,6 +33,7 @@ from gearbox.config.recipe_values import (
     PositiveInt,
     Warmup,
     accept_old_warmup,
+    steps_of,
 )
 from gearbox.errors import shown
 
@@ -230,18 +230,25 @@ class Schedule(Group):
 
     model_config = ConfigDict(json_schema_extra=accept_old_warmup)
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0."""
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `wsd` (warm-up, stable, decay)
+    keeps the peak until its last steps, in which the rate falls linearly to 0."""
     warmup: Warmup = 0
     """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
     `5%`."""
+
+    decay: Warmup = "20%"
+    """Steps of `wsd` in which the learning rate falls: a number such as `200`, or a share of the run such as `20%`."""
+
+    def num_decay_steps(self, num_steps: int) -> int:
+        """Return the last steps in which the rate falls, at most all after the warm-up."""
+        return min(math.ceil(steps_of(self.decay, num_steps)), num_steps - self.num_warmup_steps(num_steps))
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Return the warm-up steps of a run of num_steps. A share is rounded up, but leaves at least the last step."""
         if isinstance(self.warmup, int):
             return self.warmup
-        share = Fraction(self.warmup.removesuffix("%")) / 100  # exact, where 0.07 * 100 is above 7 in floating point
-        return min(math.ceil(share * num_steps), num_steps - 1)
+        return min(math.ceil(steps_of(self.warmup, num_steps)), num_steps - 1)
 
 
 class Train(Group):
@@ -347,9 +354,20 @@ class Recipe(Group):
                 f"schedule.warmup: must be below train.steps ({steps}), found {warmup}; give fewer steps, or a share "
                 "of the run such as 5%"
             )
+        self._check_decay()
         if self.train.epochs is not None and self.data.sources[0].weight is not None:
             raise ValueError("train.epochs: weighted sources end at different times; give train.steps instead")
         return self
+
+    def _check_decay(self) -> None:
+        """Raise ValueError if the warm-up and the decay overlap in any run of this recipe."""
+        num_steps, (warmup, decay) = self.train.steps, (self.schedule.warmup, self.schedule.decay)
+        known = [steps_of(part, num_steps or 1) for part in (warmup, decay) if num_steps or isinstance(part, str)]
+        if self.schedule.name == "wsd" and sum(known) > (num_steps or 1) and not self.run.rehearse:
+            raise ValueError(
+                f"schedule.decay: {decay} is more than what schedule.warmup ({warmup}) leaves of the run; give fewer "
+                "steps, or a share such as 10%"
+            )
 
     @property
     def method(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,6 +76,11 @@ def _count_or_share(value: object) -> int | str:
         f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {shown(value)}"
         + (f"; did you mean {near}?" if near else "")
     )
+
+
+def steps_of(given: int | str, num_steps: int) -> Fraction:
+    """Return a number of steps, or a share of num_steps. It is exact: 0.07 * 100 is above 7 in floating point."""
+    return Fraction(given) if isinstance(given, int) else Fraction(given.removesuffix("%")) / 100 * num_steps
 
 
 def accept_old_warmup(json_schema: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ BY_RECIPE = [
         lambda recipe: recipe.eval.path is None and recipe.eval.fraction == 0,
         "no document is held out",
     ),
+    Unused("schedule.decay", lambda recipe: recipe.schedule.name != "wsd", "schedule.name is not wsd"),
     Unused("eval.sample_tokens", lambda recipe: recipe.eval.samples == 0, "eval.samples is 0"),
 ]
 """Keys whose effect depends only on the recipe and on which files exist."""

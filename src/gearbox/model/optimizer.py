@@ -31,7 +31,7 @@ def make_optimizer(model: nn.Module, optim: Optim, unreached: Collection[str] = 
     by_kind: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
     seen: set[nn.Parameter] = set()  # tied weights belong to several modules
     still = {parameter for name, parameter in model.named_parameters() if numberless(name) in unreached}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     of_head = set() if head is None else {*head.modules()}
     for module in model.modules():
         is_norm = any(word in type(module).__name__.lower() for word in ("norm", "dora"))
@@ -126,10 +126,12 @@ def learning_rate(step: int, num_steps: int, optim: Optim, schedule: Schedule) -
     num_warmup_steps = schedule.num_warmup_steps(num_steps)
     if step < num_warmup_steps:
         return optim.lr * (step + 1) / num_warmup_steps
-    progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+    start = num_warmup_steps if schedule.name != "wsd" else num_steps - schedule.num_decay_steps(num_steps)
+    progress = max(0, step - start) / max(1, num_steps - start)
     shape = {
         "constant": 1.0,
         "linear": 1.0 - progress,
+        "wsd": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[schedule.name]
     return optim.lr * shape

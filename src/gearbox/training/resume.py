@@ -28,7 +28,7 @@ from gearbox.training import leftovers
 
 MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
 MAY_NOT = ("run.rehearse",)
-ADDED_LATER = ("model.dropout",)  # absent from earlier checkpoints; Run.check_dropout compares it
+ADDED_LATER = ("model.dropout", "schedule.decay")  # absent from earlier checkpoints, or where they have no effect
 SHOWN_DIFFERENCES = 10
 MOST_EPOCHS = 10**9
 SHORT = reprlib.Repr()
