@@ -81,6 +81,26 @@ def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
     refused(outcome, "sharding: a rank should hold 50% of the parameters' bytes")
 
 
+def with_threshold(monkeypatch, threshold: int | str) -> None:
+    filled = Gear.filled_json
+
+    def changed(*arguments):
+        settings = filled(*arguments)
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+        return settings
+
+    monkeypatch.setattr(Gear, "filled_json", changed)
+
+
+def test_zero3_that_keeps_all_parameters_gathered_is_refused(train, monkeypatch):
+    """The shipped JSON keeps only parameters up to ten times the model's width, such as norms."""
+    with_threshold(monkeypatch, 10**6)
+    outcome = train("zero3", ranks=2)
+    refused(
+        outcome, "sharding: a rank should hold 50% of the parameters' bytes, but holds 100%; lower stage3_param_pers"
+    )
+
+
 def test_another_engine_is_refused(train, monkeypatch):
     monkeypatch.setattr(process_group.PartialState, "_shared_state", {})
     as_cpu = type("T", (), {"MULTI_GPU": process_group.DistributedType.MULTI_CPU})

@@ -29,7 +29,7 @@ from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
-from gearbox.distributed.process_group import ProcessGroup, runs_on_cpu
+from gearbox.distributed.process_group import ProcessGroup, fill_sizes_by_width, runs_on_cpu
 from gearbox.distributed.tensor_parallel import (
     fix_replicated_gradients,
     fix_sharded_layers,
@@ -319,6 +319,8 @@ def prepare(
         with _for_fsdp(model, accelerator.device):
             model, optimizer = accelerator.prepare(model, optimizer)
     else:
+        if gear.engine == "zero":
+            fill_sizes_by_width(accelerator, model)
         try:
             model, optimizer = accelerator.prepare(model, optimizer)
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
@@ -113,6 +115,7 @@ def join_process_group(gear: Gear) -> ProcessGroup:
     quiet_libraries()
     if not runs_on_cpu():
         PartialState(timeout=LOADING_TIMEOUT)
+        use_host_cores(gear)
         return ProcessGroup()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would choose it too, with a warning
@@ -130,6 +133,32 @@ def join_process_group(gear: Gear) -> ProcessGroup:
         # device stays the CPU. The attribute is private; no other code touches it.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return ProcessGroup()
+
+
+def use_host_cores(gear: Gear) -> None:
+    """Let the optimizer of an offload gear, which steps in host memory, use this rank's share of the machine's cores.
+
+    The launchers give each rank one thread; any other number is the user's own. Without a GPU the forward pass would
+    use the threads too, and its sums would differ from those of other gears in the last bits.
+    """
+    launched = LaunchEnvironment.read()
+    if gear.offload is not None and launched.num_threads == 1 and sys.platform == "linux":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launched.local_size))
+
+
+def fill_sizes_by_width(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Fill the sizes that a ZeRO JSON leaves to the model's width, as Accelerate does, for families that it refuses.
+
+    Parameters up to the threshold, such as norms, stay gathered on every rank.
+    """
+    width = getattr(model.config.get_text_config(), "hidden_size", 0)
+    by_width = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": width * width * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    settings = accelerator.deepspeed_plugin.hf_ds_config.config["zero_optimization"]
+    settings |= {key: size for key, size in by_width.items() if settings.get(key) == "auto"}
 
 
 class ProcessGroup:

@@ -164,8 +164,8 @@ class Zero3Shard(_ZeroShard):
 
     @property
     def local_numel(self) -> int:
-        """The number of elements that this rank holds, with padding."""
-        return int(self.parameter.ds_tensor.numel())
+        """The number of elements that this rank holds, with padding. A small parameter may stay gathered."""
+        return int(self.parameter.ds_numel if self.parameter.ds_persist else self.parameter.ds_tensor.numel())
 
     def local(self) -> TensorShard:
         """Return this rank's range of the master."""

@@ -233,7 +233,9 @@ def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> li
         share, ideal = local / full, 1 / (gear.shard * gear.degree("tp"))
         # Shards are padded to complete rows: small models are slightly above 1/N, unsharded 4-bit weights far above.
         if share > ideal * 1.1 + 0.02:
-            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
+            gathered = any(getattr(parameter, "ds_persist", False) for parameter in model.parameters())
+            hint = "; lower stage3_param_persistence_threshold, which keeps parameters gathered" if gathered else ""
+            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}" + hint]
     if gear.zero_stage in (1, 2):
         # The partitions that the optimizer updates, padded to full buffers.
         kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

@@ -39,6 +39,9 @@ class LaunchEnvironment:
     agent_has_store: bool = False
     """True if the first machine's launcher already serves that store."""
 
+    num_threads: int = 0
+    """Number of CPU threads of this rank. Both launchers set 1 unless the user sets a number; 0 if nobody did."""
+
     @classmethod
     def read(cls) -> LaunchEnvironment:
         """Return the current environment of this process."""
@@ -46,7 +49,7 @@ class LaunchEnvironment:
         def number(name: str, default: int) -> int:
             return int(os.environ.get(name, default))
 
-        port = os.environ.get("MASTER_PORT", "")
+        port, threads = os.environ.get("MASTER_PORT", ""), os.environ.get("OMP_NUM_THREADS", "")
         return cls(
             rank=number("RANK", 0),
             size=number("WORLD_SIZE", 1),
@@ -59,6 +62,7 @@ class LaunchEnvironment:
             is_launched="TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_DYNAMO_MODE" in os.environ,
             store_host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
             store_port=int(port) if port.isdecimal() else 0,
+            num_threads=int(threads) if threads.isdecimal() else 0,
             agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
