@@ -14,10 +14,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import xxhash
+from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from gearbox import filesystem
@@ -44,7 +45,7 @@ class MappedCorpus:
     """A `Corpus` (data/packing.py) that reads tokens from the file on access."""
 
     def __init__(self, folder: Path, origins: list[Origin]) -> None:
-        import datasets
+        import pyarrow
 
         about = json.loads((folder / tokenization.ABOUT).read_text(encoding="utf-8"))
         self.origins = origins
@@ -54,12 +55,13 @@ class MappedCorpus:
         self.digest: str = about["digest"]
         self.key = folder.name
         """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
-        table = datasets.Dataset.from_file(str(folder / tokenization.DOCUMENTS)).data
-        self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
-        self.targets: NDArray[np.int32] = table.column("targets").to_numpy()
-        self.hashes: NDArray[np.uint64] = table.column("hash").to_numpy()
-        self.origin_ids: NDArray[np.int32] = table.column("origin").to_numpy()
-        self.record_numbers: NDArray[np.int64] = table.column("number").to_numpy()
+        with pyarrow.memory_map(str(folder / tokenization.DOCUMENTS)) as file:
+            table = pyarrow.ipc.open_stream(file).read_all()
+        self.lengths: NDArray[np.int32] = _array(table.column("length").combine_chunks())
+        self.targets: NDArray[np.int32] = _array(table.column("targets").combine_chunks())
+        self.hashes: NDArray[np.uint64] = _array(table.column("hash").combine_chunks())
+        self.origin_ids: NDArray[np.int32] = _array(table.column("origin").combine_chunks())
+        self.record_numbers: NDArray[np.int64] = _array(table.column("number").combine_chunks())
         self.source_ids: NDArray[np.int64] = np.array([summary.source for summary in self.summaries])[self.origin_ids]
         self._tokens: _ListColumn[np.int32] = _ListColumn(table.column("input_ids"))
         self._loss_masks: _ListColumn[np.int8] = _ListColumn(table.column("supervised"))
@@ -80,13 +82,18 @@ class MappedCorpus:
         return self.origins[int(self.origin_ids[document])].location(int(self.record_numbers[document]))
 
 
+def _array(column: pyarrow.Array) -> NDArray[Any]:
+    """Return the numbers of a column. Its own `to_numpy` would import pandas, which takes as long as a model's load."""
+    return np.from_dlpack(column)
+
+
 class _ListColumn(Generic[Number]):
     """A memory-mapped column of lists. Nothing is copied or converted."""
 
     def __init__(self, column: pyarrow.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.values: list[NDArray[Number]] = [chunk.values.to_numpy() for chunk in chunks]
-        self.offsets: list[NDArray[np.int32]] = [chunk.offsets.to_numpy() for chunk in chunks]
+        self.values: list[NDArray[Number]] = [_array(chunk.values) for chunk in chunks]
+        self.offsets: list[NDArray[np.int32]] = [_array(chunk.offsets) for chunk in chunks]
         self.firsts: list[int] = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
 
     def __getitem__(self, index: int) -> NDArray[Number]:
@@ -117,7 +124,6 @@ def load_or_build(
     data: Data, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
 ) -> MappedCorpus:
     """Return the documents of one data.path from the cache, or build them. See load_corpora."""
-    import datasets
     from filelock import FileLock, Timeout
 
     chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
@@ -127,7 +133,7 @@ def load_or_build(
         key = _cache_key(origins, data, tokenizer)
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "gearbox" / key
+    folder = _cache() / "gearbox" / key
     launcher, started = os.getppid(), time.monotonic()
     try:
         filesystem.make_folder(folder.parent)
@@ -148,6 +154,11 @@ def load_or_build(
     except OSError as error:
         raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
     return MappedCorpus(folder, origins)
+
+
+def _cache() -> Path:
+    """Return the cache of `datasets` without importing it, which takes half a second and 85 MB."""
+    return Path(os.getenv("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")))
 
 
 def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -8,8 +8,7 @@ modules without weights, and the model's own forward runs on every stage. The sc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -17,8 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.pipeline_stages import ReceivedHidden, SkippedModule, Stage, set_received
@@ -26,10 +23,12 @@ from gearbox.distributed.unwrap import decoder_of, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}  # the names of torch's classes
 BUCKET_NUMEL = 2**25  # elements summed in one all-reduce; its fp32 buffer takes another 128 MiB
 
 Moment: TypeAlias = float | torch.cuda.Event
@@ -64,7 +63,7 @@ class _BuiltSchedule:
     num_micro_batches: int
     shape: torch.Size
     """[M x B, T]"""
-    stage: _TimedStage
+    clock: _Clock
     schedule: PipelineScheduleSingle
 
 
@@ -159,11 +158,11 @@ class Pipeline(nn.Module):
         losses: list[torch.Tensor] = []
         self._scale = scale
         built = self._build_schedule(len(micro_batches), labels)
-        built.stage.begin()
+        built.clock.begin()
         built.schedule.step(inputs["input_ids"], target=labels, losses=losses, return_outputs=False, **inputs)
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=labels.device)
         dist.all_reduce(total, group=self.stages)  # waits for the last stage
-        self.passes, self.seconds = built.stage.end()
+        self.passes, self.seconds = built.clock.end()
         self._sum_over_replicas()
         self._sum_tied()
         busy = sum(timed.end - timed.start for timed in self.passes) / self.seconds
@@ -174,13 +173,15 @@ class Pipeline(nn.Module):
 
     def _build_schedule(self, num_micro_batches: int, labels: torch.Tensor) -> _BuiltSchedule:
         """Return torch's schedule for this number and shape of micro-batches; rebuild it when either changes."""
+        from torch.distributed import pipelining
+
         built = self._built
         if built is None or (built.num_micro_batches, built.shape) != (num_micro_batches, labels.shape):
             shape = torch.Size((len(labels) // num_micro_batches, labels.shape[1]))
             tokens = labels.new_empty(shape, device="meta")
             hidden = self.stage_module.empty_hidden(shape, torch.device("meta"))
             loss = torch.empty((), device="meta", requires_grad=True)
-            stage = _TimedStage(
+            stage = pipelining.PipelineStage(
                 self.stage_module,
                 self.stage.index,
                 self.stage.count,
@@ -191,10 +192,10 @@ class Pipeline(nn.Module):
             )
             # 1F1B starts with one micro-batch per stage; with fewer, both schedules are the same.
             name = self.schedule if num_micro_batches >= self.stage.count else "gpipe"
-            schedule = SCHEDULES[name](
+            schedule = getattr(pipelining, SCHEDULES[name])(
                 stage, num_micro_batches, loss_fn=lambda loss, _: loss * self._scale, scale_grads=False
             )
-            self._built = built = _BuiltSchedule(num_micro_batches, labels.shape, stage, schedule)
+            self._built = built = _BuiltSchedule(num_micro_batches, labels.shape, _Clock(stage), schedule)
         return built
 
     @property
@@ -272,12 +273,19 @@ class _StageModule(nn.Module):
         return output if self.stage.is_last else output.to(self.compute)
 
 
-class _TimedStage(PipelineStage):
-    """A stage that records when each pass begins and ends. On a GPU, stream events wait for what is received."""
+class _Clock:
+    """A clock that records when each pass of a stage begins and ends. On a GPU, events wait for what is received."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        """Record the passes of this stage from now on."""
+        self.device = stage.device
+        self.times: list[tuple[str, int, Moment, Moment]] = []
+        stage.forward_one_chunk = self._timed("F", stage.forward_one_chunk)  # type: ignore[method-assign]
+        stage.backward_one_chunk = self._timed("B", stage.backward_one_chunk)  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """Begin a step and forget the passes of the last one."""
-        self.times: list[tuple[str, int, Moment, Moment]] = []
+        self.times.clear()
         self.began = self._now()
 
     def end(self) -> tuple[list[TimedPass], float]:
@@ -288,33 +296,14 @@ class _TimedStage(PipelineStage):
         passes = [TimedPass(kind, i, self._since(a), self._since(b)) for kind, i, a, b in self.times]
         return passes, self._since(ended)
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> object:
-        """Run the forward pass of a micro-batch."""
-        with self._timed("F", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+    def _timed(self, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(micro_batch: int, *arguments: object, **options: object) -> object:
+            start = self._now()
+            result = run(micro_batch, *arguments, **options)
+            self.times.append((kind, micro_batch, start, self._now()))
+            return result
 
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: torch.Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> object:
-        """Run the backward pass of a micro-batch."""
-        with self._timed("B", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    @contextmanager
-    def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.times.append((kind, micro_batch, start, self._now()))
+        return run_timed
 
     def _now(self) -> Moment:
         if self.device.type != "cuda":

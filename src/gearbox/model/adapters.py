@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,6 +92,26 @@ def check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
         )
 
 
+@contextmanager
+def peft_without_bitsandbytes() -> Iterator[None]:
+    """Hide bitsandbytes from PEFT, unless it is imported already, as for a quantized model.
+
+    PEFT imports it wherever it is installed, for quantized layers only: 600 modules, a second and 50 MB on every rank.
+    """
+    if "bitsandbytes" in sys.modules:
+        yield
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # documented: find_spec then returns None
+    try:
+        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+
+        yield
+    finally:
+        del sys.modules["bitsandbytes"]
+        for remembers in (is_bnb_available, is_bnb_4bit_available):
+            remembers.cache_clear()
+
+
 def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
     """Give each token a row of the embedding and of the head, initialized with the mean of all other rows.
 
@@ -97,7 +119,8 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, token
     """
     if not tokens:
         return
-    from peft.utils.integrations import gather_params_ctx
+    with peft_without_bitsandbytes():
+        from peft.utils.integrations import gather_params_ctx
 
     ids = tokenizer.convert_tokens_to_ids(tokens)
     if max(ids) >= model.get_input_embeddings().num_embeddings:
@@ -108,6 +131,7 @@ def add_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, token
             parameter.data[ids] = parameter.data[: min(ids)].float().mean(0).to(parameter.dtype)
 
 
+@peft_without_bitsandbytes()
 def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
     """Freeze the model, and return it with a trainable adapter: a new one or the one at adapter.path."""
     import peft

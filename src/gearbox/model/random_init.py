@@ -5,6 +5,7 @@ A small config has a narrow layer of each kind, whatever names its family has fo
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from gearbox import filesystem
@@ -95,6 +96,13 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
         raise UserError(f"model.name: {config.model_type} cannot be built: {one_line(error)}") from None
 
 
+def _seed(seed: int) -> None:
+    """Seed every generator that a family may draw from. transformers.set_seed would import PEFT and bitsandbytes."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int, folder: Path) -> None:
     """Write random weights to a folder that every gear loads like pretrained weights.
 
@@ -102,7 +110,7 @@ def write_random(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, s
     exact values its fp32 masters would differ from those of other gears. The write is atomic. If another process
     finishes first, its folder is kept.
     """
-    transformers.set_seed(seed)
+    _seed(seed)
     model = build(config)
     model = model.to(torch.bfloat16).to(config.dtype or torch.float32)
     try:
