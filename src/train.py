@@ -36,7 +36,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     job = read_job(arguments, gear)  # reports mistakes in the files within half a second
     resume.check_early(job)
     cli.show_job(job)
-    with cli.status("importing torch"):  # after the checks, because it takes seconds
+    with cli.importing("torch"):  # after the checks, because it takes seconds
         from gearbox.training import evaluation, finish, loop, run_folder, session
         from gearbox.training.outputs import open_outputs
 

@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.data import batches
 from support import bucket, kinds, ledger
 from support.documents import make_chats
 from support.ranks import Outcome, run_ranks, skip_loading_back
@@ -91,8 +90,7 @@ def books(tmp_path, monkeypatch):
 
     That function returns another one, which reads the ledgers.
     """
-    monkeypatch.setattr(batches, "make_step_batch", batches.make_step_batch)  # restored after the test
-    monkeypatch.setattr(TrainState, "advance", TrainState.advance)
+    monkeypatch.setattr(TrainState, "advance", TrainState.advance)  # restored after the test
     ledger.install()
 
     def begin(name: str):

@@ -1,13 +1,16 @@
 """Test that a user error prints one line and exits with code 2."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from gearbox import ROOT
+from gearbox.launch import cli
 from support.cold import last_line, shell, small
 
 pytestmark = pytest.mark.cold
@@ -116,3 +119,14 @@ def test_a_user_error_ends_the_script_without_importing_torch(tmp_path, argument
         return
     right = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert right.returncode == 77, "a valid recipe must import the fake torch"
+
+
+def test_imports_are_not_interrupted_by_garbage_collection(capfd):
+    for failure in (None, ImportError):
+        with suppress(ImportError), cli.importing("torch"):
+            assert not gc.isenabled()
+            if failure:
+                raise failure
+        assert gc.isenabled() and gc.get_freeze_count()
+        gc.unfreeze()
+    assert capfd.readouterr().out == "importing torch\n" * 2

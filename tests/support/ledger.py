@@ -11,30 +11,24 @@ from pathlib import Path
 
 from gearbox.checkpoint import folders, manifest
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.data import batches
 
 VARIABLE = "GEARBOX_TEST_LEDGER"  # names the folder of the ledgers
 
 
 def install() -> None:
     """Make this process append each step (attempt, step, row ids, loss) to its rank's ledger, before anything else."""
-    make_step, advance = batches.make_step_batch, TrainState.advance
-    rows: list[int] = []
-
-    def noted(*arguments):
-        step = make_step(*arguments)
-        rows[:] = step.row_ids
-        return step
+    advance = TrainState.advance
 
     def written(self, batch, result):
         line = {
-            "attempt": os.getpid(), "step": self.step + 1, "rows": rows, "loss": result.loss.hex(), "time": time.time(),
+            "attempt": os.getpid(), "step": self.step + 1, "rows": batch.row_ids, "loss": result.loss.hex(),
+            "time": time.time(),
         }  # fmt: skip
         with (Path(os.environ[VARIABLE]) / f"rank-{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return advance(self, batch, result)
 
-    batches.make_step_batch, TrainState.advance = noted, written
+    TrainState.advance = written
 
 
 @dataclass

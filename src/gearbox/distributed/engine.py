@@ -90,7 +90,8 @@ class Engine:
 
     def to_device(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the inputs of the model on its device."""
-        return {name: tensor.to(self.device) for name, tensor in micro_batch.items() if name != "chunk_ids"}
+        inputs = {name: tensor for name, tensor in micro_batch.items() if name != "chunk_ids"}
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
 
     @contextmanager
     def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

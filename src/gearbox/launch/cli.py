@@ -7,13 +7,14 @@ src/launch.py derives the exit code. `accelerate launch` has none but 0, 1, and 
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,6 +101,21 @@ def show_job(job: Job) -> None:
 def status(text: str) -> AbstractContextManager[None]:
     """Return a context that shows what takes time (see `console.status`)."""
     return console.status(_screen(), text)
+
+
+@contextmanager
+def importing(name: str) -> Iterator[None]:
+    """Show that a library is imported, and collect no garbage until then: that takes a quarter of the time.
+
+    What was imported is never garbage, so later collections do not visit it either.
+    """
+    with status(f"importing {name}"):
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.freeze()
+            gc.enable()
 
 
 def _screen() -> Console:

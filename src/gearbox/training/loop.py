@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from gearbox.checkpoint.train_state import StepResult, TrainState
-from gearbox.data import batches
 from gearbox.data.batches import StepBatch
 from gearbox.data.splits import TrainingRows
 from gearbox.distributed.engine import Engine
@@ -19,11 +18,12 @@ from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import pop_router_loss, router_weight
 from gearbox.training import evaluation
 from gearbox.training.outputs import Outputs
+from gearbox.training.rows_ahead import RowsAhead
 
 
 def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
     """Train until rows.num_steps. Return True if a rank was asked to stop first; all ranks have then saved."""
-    recipe, first_step = engine.job.recipe, state.step
+    recipe, first_step, ahead = engine.job.recipe, state.step, RowsAhead(engine, rows)
     while True:
         evaluate_if_due(engine, rows, state, outputs, watchdog)  # first, so that a checkpoint has its held-out loss
         watchdog.heartbeat(f"step {state.step}, boundary")
@@ -33,8 +33,7 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
 
         heartbeat = heartbeats_of(state.step + 1, watchdog)
         heartbeat("rows")
-        row_ids = rows.rows_of_step(state.step)
-        batch = batches.make_step_batch(rows.training, row_ids, engine.data_rank, engine.job.batch)
+        batch = ahead.take(state.step)
         engine.seed_step(state.step)
         rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)
         engine.set_learning_rate(rate)
@@ -61,7 +60,7 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
     """
     if engine.pipeline is not None:
         return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, heartbeat)
-    step_loss, grad_norm = torch.zeros((), device=engine.device), 0.0
+    step_loss = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         heartbeat(f"micro-batch {number}")
         with engine.forward_inputs(micro_batch) as inputs:
@@ -73,9 +72,11 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
             engine.backward(loss)
             if engine.is_last_micro_batch:
                 heartbeat("gradient norm")
+                # All numbers are read here, so that the host waits once and queues the next step behind the optimizer.
                 grad_norm = engine.clip_gradients(max_grad_norm)
+                result = StepResult(float(step_loss), grad_norm, mean_router_loss(engine, batch.num_targets))
                 engine.step_and_zero(skip=not math.isfinite(grad_norm))
-    return StepResult(float(step_loss), grad_norm, router_loss=mean_router_loss(engine, batch.num_targets))
+    return result
 
 
 def train_pipeline_step(
@@ -87,8 +88,9 @@ def train_pipeline_step(
     loss = pipeline.step(micro_batches, 1 / max(1, batch.num_targets))
     heartbeat("gradient norm")
     grad_norm = engine.clip_gradients(max_grad_norm) if math.isfinite(loss) else math.nan
+    result = StepResult(loss, grad_norm, mean_router_loss(engine, batch.num_targets), idle=pipeline.idle)
     engine.step_and_zero(skip=not math.isfinite(grad_norm))
-    return StepResult(loss, grad_norm, mean_router_loss(engine, batch.num_targets), idle=pipeline.idle)
+    return result
 
 
 def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
