@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(train, monkeypa
 def test_too_many_bad_steps_in_a_row_end_the_run_and_name_the_rows(train, monkeypatch):
     spoiled(0, monkeypatch, forever=True)
     outcome = train("ddp", *STEPS, "run.max_bad_steps=2", ranks=2)
-    assert outcome.codes == [2, 2]
+    assert outcome.codes == [2, 2], outcome.output
     assert "step 2: loss nan" in outcome.output and "check rows [" in outcome.output
     assert "chats.jsonl:" in outcome.output
     assert json.loads((outcome.folder / "status.json").read_text())["outcome"] == "failed"
