@@ -30,6 +30,7 @@ from gearbox.distributed.unwrap import is_composite, model_class, text_class
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
 from gearbox.kernels.attention import DOCUMENTS
+from gearbox.kernels.install import install_kernels
 from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
 
@@ -135,6 +136,7 @@ def load(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
+    install_kernels(model)
     loss.install_loss(model, settings.router_loss)
     if settings.gradient_checkpointing:
         # Non-reentrant checkpointing needs no input that requires grad, so frozen bases also work under ZeRO-3.
