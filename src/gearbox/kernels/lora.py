@@ -97,8 +97,8 @@ class _Linear(torch.autograd.Function):
 def linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a linear layer. Its input is not saved if it can be computed again."""
     weight, bias = layer.weight, layer.bias
-    dtype = _compute_dtype(x)
-    is_lean = hasattr(x, "origin") and type(weight) is nn.Parameter and (dtype != x.dtype or dtype == weight.dtype)
+    dtype = _compute_dtype(x, weight)
+    is_lean = dtype is not None and hasattr(x, "origin") and type(weight) is nn.Parameter
     if not is_lean or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return apply(_Linear, x, weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -106,14 +106,13 @@ def linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 def lora_forward(layer: LoraLayer, x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
     """Return the output of a layer with LoRA. Where PEFT would do more than add a product, PEFT computes it."""
-    dtype = _compute_dtype(x)
-    name = lean_adapter(layer)
-    is_cast = dtype != x.dtype or (name is not None and layer.lora_A[name].weight.dtype == dtype)
-    if name is None or arguments or options or not is_cast or torch.compiler.is_compiling():
+    name = None if arguments or options or torch.compiler.is_compiling() else lean_adapter(layer)
+    dtype = None if name is None else _compute_dtype(x, layer.lora_A[name].weight)
+    if name is None or dtype is None:
         return cast(torch.Tensor, type(layer).forward(layer, x, *arguments, **options))
     plain = layer.base_layer
     base: Frozen | torch.Tensor
-    if type(plain) is nn.Linear and _is_plain(plain) and _is_frozen(plain) and plain.weight.dtype == dtype:
+    if _is_plain(plain) and plain.weight.dtype == dtype and not any(p.requires_grad for p in plain.parameters()):
         base = plain.weight, plain.bias
     else:
         base = plain(x)
@@ -144,11 +143,8 @@ def _is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not is_changed
 
 
-def _is_frozen(linear: nn.Linear) -> bool:
-    return not any(parameter.requires_grad for parameter in linear.parameters())
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products of x are computed."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def _compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype of the product of an input and a weight, or None if it is not defined."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype if x.dtype == weight.dtype else None

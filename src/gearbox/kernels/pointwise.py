@@ -75,8 +75,8 @@ class _RMSNorm(torch.autograd.Function):
             dw = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             gradient = (dy * (weight.float() + ctx.style.offset if ctx.style.offset else weight)).float()
-            along = torch.linalg.vecdot(gradient, normed).div_(-x.shape[-1]).unsqueeze(-1)
-            dx = gradient.addcmul_(normed, along).mul_(rstd).to(x.dtype)
+            along = (gradient * normed).mean(-1, keepdim=True)
+            dx = gradient.addcmul_(normed, along, value=-1).mul_(rstd).to(x.dtype)
         return dx, None, dw, None
 
 
@@ -106,8 +106,7 @@ def norm_forward(style: NormStyle, norm: nn.Module, x: torch.Tensor) -> torch.Te
     if type(weight) is not nn.Parameter or type(x) is not torch.Tensor or torch.compiler.is_compiling():
         return cast(torch.Tensor, type(norm).forward(norm, x))
     with torch.no_grad():
-        exact = x.float()
-        rstd = torch.linalg.vecdot(exact, exact).div_(x.shape[-1]).add_(epsilon(norm)).rsqrt_().unsqueeze(-1)
+        rstd = x.float().square().mean(-1, keepdim=True).add_(epsilon(norm)).rsqrt_()
     return remember(apply(_RMSNorm, x, rstd, weight, style), partial(_apply_norm, style), x, rstd, weight)
 
 
