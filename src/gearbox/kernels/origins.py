@@ -1,7 +1,7 @@
 """Keep what a tensor was computed from, so that the backward pass computes it again instead of storing it.
 
-A norm and an activation are cheap to compute and their results are large. A layer that needs such a result in its
-backward pass saves the inputs of the norm or activation, which their own backward pass has saved already.
+A norm and an activation are cheap to compute, and their results are large. A layer that needs such a result in its
+backward pass saves the inputs of the norm or activation instead. Those are saved already.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class NormStyle(NamedTuple):
-    """How a family's RMSNorm applies its weight."""
+    """Describe how a family's RMSNorm applies its weight."""
 
     offset: int
     """A number that is added to the weight: 1 in Gemma."""
