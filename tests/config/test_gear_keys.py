@@ -185,7 +185,7 @@ def test_a_file_of_accelerate_config_loads(monkeypatch, tmp_path, answers, engin
         (GPUS | MACHINES | {"Are all the machines": "no", "What rendezvous": "c10d"}, "rdzv_backend: Accelerate ignor"),
         (GPUS | {"Do you wish to optimize": "yes"}, "dynamo_config.dynamo_backend: models are not compiled; remove it"),
         (FSDP | {"Do you want to enable FSDP activation": "yes"},
-         "fsdp_activation_checkpointing: is decided by the recipe (model.gradient_checkpointing); remove it"),
+         "fsdp_activation_checkpointing: is decided by the recipe (perf.checkpointing); remove it"),
         (BY_SIZE | {"What should be your auto wrap": "SIZE_BASED_WRAP"},
          "fsdp_auto_wrap_policy: must be TRANSFORMER_BASED_WRAP or NO_WRAP, found 'SIZE_BASED_WRAP'"),
         (FSDP | {"What should be your FSDP version": "1"}, "fsdp_config.fsdp_version: must be 2; version 1"),

@@ -5,9 +5,8 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.gear import gear_path, load_gear
-from gearbox.config.job import Job
+from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import load_recipe
-from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.errors import UserError
 from support.corpora import jsonl
 

@@ -6,7 +6,7 @@ import os
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -75,12 +75,6 @@ def _count_or_share(value: object) -> int | str:
         f"must be a number of steps such as 50, or a share of the run below 100% such as 5%, found {shown(value)}"
         + (f"; did you mean {near}?" if near else "")
     )
-
-
-def accept_old_warmup(json_schema: dict[str, Any]) -> None:
-    """Add the old key to the schema as deprecated, so that editors accept it."""
-    old_key = {"deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer"}
-    json_schema["properties"]["warmup_steps"] = old_key
 
 
 def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:

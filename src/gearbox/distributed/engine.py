@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.data.batches import IGNORE_INDEX
+from gearbox.config.recipe import Perf
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
@@ -36,9 +36,10 @@ from gearbox.distributed.tensor_parallel import (
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer, without_adapter
+from gearbox.distributed.unwrap import step_on_local_shards, unwrap_optimizer, without_adapter
 from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
+from gearbox.kernels import blocks
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -168,14 +169,17 @@ class Engine:
         """Seed from (seed, step, rank), so that a resumed run draws the same numbers as an uninterrupted one."""
         seed_step(self.job.recipe.train.seed, step, self.world.rank // self.job.gear.degree("tp"))
 
-    def fix_ddp_bucket_order(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Let DDP order its buckets before step 1, with a backward pass of a batch without targets.
+    def warm_up(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Run a backward pass of a batch without targets before step 1, if DDP or compiled layers need it.
 
-        The first backward pass decides the order, and with it which ranks' gradients are added first. Otherwise a
-        resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit.
+        With DDP, the first backward pass decides the order of its buckets, and with it which ranks' gradients are added
+        first. Otherwise a resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit. Layers
+        are compiled here, where no time limit runs. Raise UserError if FSDP2's hooks do not run around them.
         """
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model(**self.to_device(batch)).backward()
+        compiles, is_ddp = self.job.recipe.perf.compile, isinstance(self.model, nn.parallel.DistributedDataParallel)
+        if is_ddp or (compiles and self.job.gear.engine != "zero"):  # ZeRO steps inside a backward pass
+            with blocks.checking_hooks(blocks.blocks_of(without_adapter(self.unwrapped)) if compiles else []):
+                self.model(**self.to_device(batch)).backward()
             self.model.zero_grad()
 
     def local_shards(self) -> list[TensorShard]:
@@ -297,7 +301,7 @@ def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
 
 
 def prepare(
-    gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer
+    gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer, perf: Perf
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
@@ -331,7 +335,18 @@ def prepare(
         split_groups_by_mesh(unwrap_optimizer(optimizer))
     if type(unwrap_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(unwrap_optimizer(optimizer))
+    if gear.engine == "fsdp":
+        blocks.gather_ahead(blocks.blocks_of(without_adapter(unwrap(accelerator, model))), perf.prefetch)
+    if gear.engine == "ddp" and perf.ddp_compression == "bf16":
+        model.register_comm_hook(None, _sum_in_bf16)
     return model, optimizer
+
+
+def _sum_in_bf16(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP in bf16. DDP refuses torch's own function by name on gloo, which can run it."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook(torch.distributed.group.WORLD, bucket)
 
 
 @contextmanager
@@ -399,26 +414,3 @@ def _make_pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module)
     # Place the model as under DDP but without the DDP wrapper: on its device and in autocast.
     placed = accelerator.prepare_model(model, evaluation_mode=True)
     return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
-
-
-def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an elementwise optimizer step each rank's local shard (FSDP2): its kernels do not support DTensor."""
-    pairs: list[tuple[Any, torch.nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            if isinstance(parameter, DTensor):
-                local = torch.nn.Parameter(parameter.to_local())
-                setattr(parameter, STEPPED_SHARD, local)  # so that state is saved under its name
-                pairs.append((parameter, local))
-                group["params"][i] = local
-
-    def lend_gradients(*_: object) -> None:
-        for parameter, local in pairs:
-            local.grad = parameter.grad.to_local() if parameter.grad is not None else None
-
-    def drop_gradients(*_: object) -> None:
-        for parameter, local in pairs:
-            parameter.grad = local.grad = None
-
-    optimizer.register_step_pre_hook(lend_gradients)
-    optimizer.register_step_post_hook(drop_gradients)

@@ -7,10 +7,11 @@ built, and all names stay those of the full model.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import GenerationMixin
 from transformers.models.auto import modeling_auto
@@ -113,3 +114,26 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     while isinstance(inner, GenerationMixin):  # a model with a head: Llama 4's names a part that it does not have
         inner = next(child for child in inner.children() if any(module is embedding for module in child.modules()))
     return cast("PreTrainedModel", inner)
+
+
+def step_on_local_shards(optimizer: Optimizer) -> None:
+    """Let an elementwise optimizer step each rank's local shard (FSDP2): its kernels do not support DTensor."""
+    pairs: list[tuple[Any, nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            if isinstance(parameter, DTensor):
+                local = nn.Parameter(parameter.to_local())
+                setattr(parameter, STEPPED_SHARD, local)  # so that state is saved under its name
+                pairs.append((parameter, local))
+                group["params"][i] = local
+
+    def lend_gradients(*_: object) -> None:
+        for parameter, local in pairs:
+            local.grad = parameter.grad.to_local() if parameter.grad is not None else None
+
+    def drop_gradients(*_: object) -> None:
+        for parameter, local in pairs:
+            parameter.grad = local.grad = None
+
+    optimizer.register_step_pre_hook(lend_gradients)
+    optimizer.register_step_post_hook(drop_gradients)

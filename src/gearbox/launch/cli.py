@@ -38,7 +38,7 @@ from gearbox.redact import guard_streams
 
 RANK_0_SPEAKS_SECONDS = 20
 OUT_OF_MEMORY = (
-    "out of GPU memory: lower batch.micro_rows (same result), set model.gradient_checkpointing=true, train an "
+    "out of GPU memory: lower batch.micro_rows (same result), set perf.checkpointing=full, train an "
     "adapter, or use the fsdp or zero3 gear"
 )
 

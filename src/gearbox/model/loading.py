@@ -26,10 +26,11 @@ from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import keeping_loaded_weights
-from gearbox.distributed.unwrap import is_composite, model_class, text_class
+from gearbox.distributed.unwrap import is_composite, model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
 from gearbox.kernels.attention import DOCUMENTS
+from gearbox.kernels import blocks
 from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
 
@@ -136,9 +137,7 @@ def load(
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
     loss.install_loss(model, settings.router_loss)
-    if settings.gradient_checkpointing:
-        # Non-reentrant checkpointing needs no input that requires grad, so frozen bases also work under ZeRO-3.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    blocks.wrap_blocks(without_adapter(model), recipe.perf.checkpointing, recipe.perf.compile)
     return model
 
 

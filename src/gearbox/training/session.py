@@ -11,9 +11,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
-from gearbox.config.job import Job
+from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
-from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.console import make_console, styled
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
@@ -130,7 +129,8 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
-    model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
+    optimizer = make_optimizer(loaded, recipe.optim, unreached)
+    model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
