@@ -328,12 +328,19 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
 
     Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
-    that no document of yours is cut. What the command line gives stays. Flash attention needs its package.
+    that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
+    packages.
     """
     model: dict[str, Any] = {"init": "random"}
     if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         model["attention"] = "auto"
+    perf: dict[str, Any] = {}
+    if importlib.util.find_spec("liger_kernel") is None and recipe.perf.kernels == "liger":
+        perf["kernels"] = "auto"
+    if importlib.util.find_spec("torchao") is None:
+        perf["float8"] = False
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
+    changes["perf"] = recipe.perf.model_copy(update=perf)
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
     are_local = all(is_local(source.path) for source in recipe.data.sources)
     if not are_local:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
@@ -43,6 +44,7 @@ from gearbox.kernels import blocks
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
+    from torch._C._distributed_c10d import GradBucket
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -338,15 +340,15 @@ def prepare(
     if gear.engine == "fsdp":
         blocks.gather_ahead(blocks.blocks_of(without_adapter(unwrap(accelerator, model))), perf.prefetch)
     if gear.engine == "ddp" and perf.ddp_compression == "bf16":
-        model.register_comm_hook(None, _sum_in_bf16)
+        model.register_comm_hook(None, lambda state, bucket: _average_in_bf16(bucket))
     return model, optimizer
 
 
-def _sum_in_bf16(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average_in_bf16(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP in bf16. DDP refuses torch's own function by name on gloo, which can run it."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    return bf16_compress_hook(torch.distributed.group.WORLD, bucket)
+    return bf16_compress_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
 
 
 @contextmanager
@@ -365,7 +367,7 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
     held_back = []
     for name, buffer in sharded_state.persistent_buffers(model):
         sent = buffer.to(device)  # NCCL sends only what is on a GPU
-        torch.distributed.broadcast(sent, 0)
+        dist.broadcast(sent, 0)
         buffer.copy_(sent)
         parent, _, own_name = name.rpartition(".")
         held_back.append((model.get_submodule(parent), own_name))
@@ -407,7 +409,7 @@ def stage_of_rank(gear: Gear, rank: int) -> Stage | None:
 
 
 def _make_pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module) -> Pipeline:
-    mesh = torch.distributed.device_mesh.init_device_mesh(
+    mesh = dist.device_mesh.init_device_mesh(
         accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
     )
     compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32

@@ -6,15 +6,16 @@ A block is a layer of the decoder. Only its forward is replaced, so the hooks of
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gearbox.errors import UserError
@@ -22,18 +23,27 @@ from gearbox.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# At the first selective layer it warns of operations in place, which torch refuses anyway.
+logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 Checkpointing = Literal["none", "selective", "full", "offload"]
 Forward = Callable[..., Any]
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+RUNS = "gearbox_runs"  # the attribute of a block with its Running
 # What selective checkpointing keeps: matrix products and attention. All else is recomputed.
 KEPT = ("aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm")
 KEPT_PARTS = ("scaled_dot_product", "varlen_attn", "flash_attn", "gearbox::")
 
 
 class Running(NamedTuple):
-    """What a block does, as its attribute `runs`."""
+    """What is done with a block."""
 
-    checkpointing: Checkpointing
-    compiled: bool
+    checkpointing: Checkpointing = "none"
+    compiled: bool = False
+
+
+def running(block: nn.Module) -> Running:
+    """Return what is done with this block."""
+    return cast(Running, vars(block).get(RUNS, Running()))
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -72,18 +82,17 @@ def wrap_blocks(model: PreTrainedModel, checkpointing: Checkpointing, compile_: 
         elif checkpointing == "offload":
             forward = _offloaded(_checkpointed(forward))
         block.forward = forward
-        block.runs = Running(checkpointing, compile_)
+        vars(block)[RUNS] = Running(checkpointing, compile_)
 
 
-def _checkpointed(forward: Forward, **options: object) -> Forward:
+def _checkpointed(forward: Forward, context_fn: Callable[[], Contexts] = noop_context_fn) -> Forward:
     """Return a forward that recomputes its activations in the backward pass. Frozen inputs need no gradient for it."""
-    return functools.wraps(forward)(functools.partial(checkpoint, forward, use_reentrant=False, **options))
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=context_fn)
 
 
 def _offloaded(checkpointed: Forward) -> Forward:
     """Return a checkpointed forward whose inputs, the only activations that it saves, wait in pinned host memory."""
 
-    @functools.wraps(checkpointed)
     def forward(*arguments: object, **options: object) -> object:
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpointed(*arguments, **options)
@@ -96,14 +105,13 @@ def _compiled(forward: Forward) -> Forward:
     torch._dynamo.config.optimize_ddp = False  # it would split a block at the borders of DDP's buckets
     compiled = torch.compile(forward)
 
-    @functools.wraps(forward)
     def train_or_evaluate(*arguments: object, **options: object) -> object:
         return (compiled if torch.is_grad_enabled() else forward)(*arguments, **options)
 
     return train_or_evaluate
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _selective_contexts() -> Contexts:
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -115,7 +123,7 @@ def _policy(_context: object, operation: Any, *_: object, **__: object) -> Check
 
 def gather_ahead(blocks: list[nn.Module], num_blocks: int) -> None:
     """Let FSDP2 gather the weights of this many blocks ahead of the one that computes. It does so for one by itself."""
-    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for i, block in enumerate(sharded if num_blocks > 1 else ()):
         block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + num_blocks])
         block.set_modules_to_backward_prefetch(sharded[max(0, i - num_blocks) : i][::-1])
@@ -125,6 +133,11 @@ def num_gathered_ahead(blocks: list[nn.Module]) -> int:
     """Return the number of blocks that FSDP2 gathers ahead, as its state says."""
     states = [block._get_fsdp_state() for block in blocks if isinstance(block, FSDPModule)]
     return max([1, *(len(state._states_to_forward_prefetch) for state in states)])
+
+
+def frees_weights(block: FSDPModule) -> bool:
+    """Return True if FSDP2 frees the gathered weights of a block between its forward and its backward pass."""
+    return all(group.post_forward_mesh_info is not None for group in block._get_fsdp_state()._fsdp_param_groups)
 
 
 @contextmanager
@@ -145,7 +158,7 @@ def checking_hooks(blocks: list[nn.Module]) -> Iterator[None]:
             block.forward = forward
     problems = {
         "were not called": [block for block in blocks if block not in seen],
-        "are not compiled": [block for block in blocks if not getattr(block, "runs", Running("none", False)).compiled],
+        "are not compiled": [block for block in blocks if not running(block).compiled],
         "keep their full weights after a step": [block for block in blocks if not _has(block, "is_sharded")],
     }
     for text, wrong in problems.items():

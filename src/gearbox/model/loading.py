@@ -29,8 +29,8 @@ from gearbox.distributed.full_parameters import keeping_loaded_weights
 from gearbox.distributed.unwrap import is_composite, model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
+from gearbox.kernels import blocks, libraries
 from gearbox.kernels.attention import DOCUMENTS
-from gearbox.kernels import blocks
 from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
 
@@ -124,6 +124,10 @@ def load(
     _check_saving(model, Pretrained.of(settings, source))
     if trains_all and getattr(model, "is_quantized", False):
         raise UserError(f"model.name: the weights of {source!r} are quantized; set adapter.method=lora to freeze them")
+    if recipe.perf.kernels == "liger":
+        libraries.use_liger(model)
+    if recipe.perf.float8:
+        libraries.use_float8(model)
     model.own_dropout = own_dropout  # the export writes these rates
     model.config.get_text_config().use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
