@@ -163,6 +163,8 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
         problems.append(f"optim.name: {recipe.optim.name} rounds in blocks of a rank's shard; compare with adamw")
     if recipe.optim.master_weights == "bf16":
         problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
+    if recipe.perf.ddp_compression != "none":
+        problems.append("perf.ddp_compression: bf16 rounds the gradients under DDP; compare with none")
     if problems:
         raise UserError("\n".join(f"{recipe_path}: {problem}" for problem in problems))
 

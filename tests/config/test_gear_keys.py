@@ -183,7 +183,7 @@ def test_a_file_of_accelerate_config_loads(monkeypatch, tmp_path, answers, engin
         (GPUS | {"Do you wish to use mixed": "fp16"}, "mixed_precision: must be bf16, or "),
         (GPUS | {"Would you like to enable numa": "yes"}, "enable_cpu_affinity: Accelerate ignores it in a file"),
         (GPUS | MACHINES | {"Are all the machines": "no", "What rendezvous": "c10d"}, "rdzv_backend: Accelerate ignor"),
-        (GPUS | {"Do you wish to optimize": "yes"}, "dynamo_config.dynamo_backend: models are not compiled; remove it"),
+        (GPUS | {"Do you wish to optimize": "yes"}, "dynamo_backend: is decided by the recipe (perf.compile)"),
         (FSDP | {"Do you want to enable FSDP activation": "yes"},
          "fsdp_activation_checkpointing: is decided by the recipe (perf.checkpointing); remove it"),
         (BY_SIZE | {"What should be your auto wrap": "SIZE_BASED_WRAP"},

@@ -6,12 +6,15 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.backends.debugging  # warm: the compiler's modules take seconds to import
+import torch._functorch.aot_autograd
 import yaml
 
 from gearbox import ROOT
+from gearbox.distributed import engine
 from gearbox.kernels import blocks
 
-FULL = ("optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", "train.steps=1")
+FULL = ("optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", "train.steps=1", "schedule.warmup=0")
 
 LONG = (pytest.mark.long, pytest.mark.cells)
 
@@ -90,13 +93,13 @@ def test_compiled_layers_give_the_same_model(train, usual, quick_compiler, gear,
 
 
 def test_layers_whose_hooks_do_not_run_are_refused(train, quick_compiler, monkeypatch):
-    wrap = blocks.checking_hooks
+    wrap = engine.checking_hooks
 
     def without_hooks(layers):
         layers[1]._forward_pre_hooks.clear()
         return wrap(layers)
 
-    monkeypatch.setattr(blocks, "checking_hooks", without_hooks)
+    monkeypatch.setattr(engine, "checking_hooks", without_hooks)
     outcome = train("fsdp", "perf.compile=true", ranks=2)
     assert set(outcome.codes) == {2}
     assert "perf.compile: FSDP2 does not gather a layer's weights before it computes" in outcome.output
@@ -117,6 +120,7 @@ def test_fsdp_gathers_as_many_layers_ahead_as_asked(train, tmp_path):
     (deep / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     given = (*FULL, f"model.name={deep}", "run.rehearse=false")
     usual, ahead = (train("fsdp", *given, f"perf.prefetch={number}", ranks=2) for number in (1, 2))
+    assert set(ahead.codes) == {0}, ahead.output
     assert facts(ahead)["layers gathered ahead"] == "2" and "layers gathered ahead" not in facts(usual)
     assert_close(results(ahead), results(usual), 0)
 

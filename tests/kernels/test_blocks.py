@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gearbox import ROOT
+from gearbox.distributed.unwrap import checking_hooks
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
 
@@ -92,14 +93,15 @@ def test_compiled_blocks_share_their_graphs_and_take_rows_of_any_length(monkeypa
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours[1], theirs[1], strict=True))
     with torch.no_grad():
         model(input_ids=TOKENS[:, :5])  # evaluations and answers are of any length
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one graph of a fixed length, and one of any length"
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 2, "one graph of a fixed length, and one of any length"
 
 
 @pytest.mark.cold  # the compiler starts a process that loads what it has made
 def test_a_compiled_block_equals_the_usual_one_in_machine_code(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch._dynamo.reset()
-    with blocks.checking_hooks(blocks.blocks_of(model := make(compile_=True))):
+    with checking_hooks(blocks.blocks_of(model := make(compile_=True))):
         ours = step(model)
     theirs = step(make())
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
@@ -109,10 +111,10 @@ def test_a_compiled_block_equals_the_usual_one_in_machine_code(monkeypatch):
 def test_blocks_that_are_not_compiled_or_not_called_are_refused():
     model = make()
     refused = pytest.raises(UserError, match=r"perf.compile: 2 of 2 layers are not compiled; use compile: false")
-    with refused, blocks.checking_hooks(blocks.blocks_of(model)):
+    with refused, checking_hooks(blocks.blocks_of(model)):
         step(model)
     refused = pytest.raises(UserError, match=r"perf.compile: 2 of 2 layers were not called")
-    with refused, blocks.checking_hooks(blocks.blocks_of(make(compile_=True))):
+    with refused, checking_hooks(blocks.blocks_of(make(compile_=True))):
         pass
 
 

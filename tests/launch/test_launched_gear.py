@@ -64,7 +64,7 @@ COMMANDS = {
     "accelerate launch --config_file accelerate_configs/fsdp.yaml --use_deepspeed src/train.py":
         "--use_deepspeed: does not fit this gear, whose distributed_type is FSDP",
     "accelerate launch --dynamo-backend inductor --num_processes 2 src/train.py":
-        "--dynamo_backend=inductor: models are not compiled; remove it",
+        "--dynamo_backend=inductor: is decided by the recipe (perf.compile); remove it",
 }  # fmt: skip
 
 

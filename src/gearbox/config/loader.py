@@ -161,7 +161,7 @@ class Given:
             value = _value(text)
             if (old := OLD_KEYS.get(key)) is not None and old.new not in given.keys:
                 key, value = old.new, new_value(old, value)
-                given.old_keys.append(old)
+                given.old_keys += [old] if old not in given.old_keys else []
             *groups, last = key.split(".")
             if not equals or not last or (not groups and isinstance(value, dict)):
                 form = "overrides take the form group.key=value, such as optim.lr=1e-5"

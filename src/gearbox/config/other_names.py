@@ -65,7 +65,7 @@ KEYS = {
     "eval.path": """
         eval_dataset test_datasets validation_file eval_file validation_ds val_dataset dataset_validation eval_path
         eval_data""",
-    "save": "checkpointing checkpointer",
+    "save": "checkpointer",
     "save.every": "save_steps saves_per_epoch checkpoint_every save_interval checkpoint_interval save_every",
     "save.keep": "save_total_limit save_top_k keep_last_n_checkpoints max_checkpoints",
     "perf": "performance speed",

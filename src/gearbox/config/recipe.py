@@ -323,8 +323,8 @@ class Perf(Group):
     compile: bool = False
     """Compile each layer with torch.compile at the first step."""
     checkpointing: Literal["none", "selective", "full", "offload"] = "none"
-    """Activations to recompute in the backward pass: `none`; `selective`, all but matrix products and attention;
-    `full`, all of each layer; `offload`, all of each layer, with its input in host memory."""
+    """Activations to recompute in the backward pass. `selective` keeps matrix products and attention, and `full` only
+    the input of each layer; `offload` also moves that input to host memory."""
     prefetch: PositiveInt = 1
     """Layers whose weights FSDP2 gathers ahead of the one that computes; each holds its full weights for longer."""
     float8: bool = False

@@ -37,10 +37,16 @@ from gearbox.distributed.tensor_parallel import (
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import step_on_local_shards, unwrap_optimizer, without_adapter
+from gearbox.distributed.unwrap import (
+    checking_hooks,
+    gather_ahead,
+    step_on_local_shards,
+    unwrap_optimizer,
+    without_adapter,
+)
 from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
-from gearbox.kernels import blocks
+from gearbox.kernels.blocks import blocks_of
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -180,7 +186,7 @@ class Engine:
         """
         compiles, is_ddp = self.job.recipe.perf.compile, isinstance(self.model, nn.parallel.DistributedDataParallel)
         if is_ddp or (compiles and self.job.gear.engine != "zero"):  # ZeRO steps inside a backward pass
-            with blocks.checking_hooks(blocks.blocks_of(without_adapter(self.unwrapped)) if compiles else []):
+            with checking_hooks(blocks_of(without_adapter(self.unwrapped)) if compiles else []):
                 self.model(**self.to_device(batch)).backward()
             self.model.zero_grad()
 
@@ -338,7 +344,7 @@ def prepare(
     if type(unwrap_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(unwrap_optimizer(optimizer))
     if gear.engine == "fsdp":
-        blocks.gather_ahead(blocks.blocks_of(without_adapter(unwrap(accelerator, model))), perf.prefetch)
+        gather_ahead(blocks_of(without_adapter(unwrap(accelerator, model))), perf.prefetch)
     if gear.engine == "ddp" and perf.ddp_compression == "bf16":
         model.register_comm_hook(None, lambda state, bucket: _average_in_bf16(bucket))
     return model, optimizer

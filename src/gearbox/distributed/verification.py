@@ -20,7 +20,7 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.sharded_state import Zero3Shard, shard_of
-from gearbox.distributed.unwrap import resharded_parameters, without_adapter
+from gearbox.distributed.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
 from gearbox.world import World, merged
@@ -197,7 +197,7 @@ def _perf_facts(accelerator: Accelerator, model: nn.Module, gear: Gear, recipe: 
     perf, layers = recipe.perf, blocks.blocks_of(without_adapter(engine.unwrap(accelerator, model)))
     of_layers = {blocks.running(layer) for layer in layers} or {blocks.Running()}
     of_modules = {type(module).__name__ for module in model.modules()}
-    frees = {blocks.frees_weights(layer) for layer in layers if isinstance(layer, FSDPModule)}
+    frees = {frees_weights(layer) for layer in layers if isinstance(layer, FSDPModule)}
     hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else ()
     asks_bf16 = gear.engine == "ddp" and perf.ddp_compression == "bf16"
     num_ahead = max(1, min(perf.prefetch, len(layers) - 1)) if gear.engine == "fsdp" else 1
@@ -205,7 +205,7 @@ def _perf_facts(accelerator: Accelerator, model: nn.Module, gear: Gear, recipe: 
         "checkpointing": (_Fact({perf.checkpointing}, {layer.checkpointing for layer in of_layers}), {"none"}),
         "compiled layers": (_Fact({perf.compile}, {layer.compiled for layer in of_layers}), {False}),
         "float8 products": (_Fact(perf.float8, "Float8Linear" in of_modules), False),
-        "layers gathered ahead": (_Fact(num_ahead, blocks.num_gathered_ahead(layers)), 1),
+        "layers gathered ahead": (_Fact(num_ahead, num_gathered_ahead(layers)), 1),
         "freed after forward": (_Fact({gear.frees_weights}, frees or {gear.frees_weights}), {True}),
         "gradients sent in bf16": (_Fact(asks_bf16, bool(hooks)), False),
     }

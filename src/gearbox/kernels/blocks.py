@@ -1,20 +1,19 @@
-"""Checkpoint and compile the blocks of a decoder, and gather their parameters ahead.
+"""Checkpoint and compile the blocks of a decoder.
 
-A block is a layer of the decoder. Only its forward is replaced, so the hooks of FSDP2 and DeepSpeed run around it.
+A block is a layer of the decoder. Only its forward is replaced, so the hooks of engines run around it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -35,14 +34,14 @@ KEPT_PARTS = ("scaled_dot_product", "varlen_attn", "flash_attn", "gearbox::")
 
 
 class Running(NamedTuple):
-    """What is done with a block."""
+    """How a block runs."""
 
     checkpointing: Checkpointing = "none"
     compiled: bool = False
 
 
 def running(block: nn.Module) -> Running:
-    """Return what is done with this block."""
+    """Return how this block runs."""
     return cast(Running, vars(block).get(RUNS, Running()))
 
 
@@ -52,7 +51,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        is_named = any(cls.__name__ in names for cls in type(module).__mro__)  # FSDP2 derives a class of its own
+        is_named = any(cls.__name__ in names for cls in type(module).__mro__)  # an engine may derive a class
         if (is_named or isinstance(module, GradientCheckpointingLayer)) and module not in inside:
             found.append(module)
             inside.update(module.modules())
@@ -119,61 +118,3 @@ def _policy(_context: object, operation: Any, *_: object, **__: object) -> Check
     name = operation.name()
     is_kept = name.partition(".")[0] in KEPT or any(part in name for part in KEPT_PARTS)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def gather_ahead(blocks: list[nn.Module], num_blocks: int) -> None:
-    """Let FSDP2 gather the weights of this many blocks ahead of the one that computes. It does so for one by itself."""
-    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
-    for i, block in enumerate(sharded if num_blocks > 1 else ()):
-        block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + num_blocks])
-        block.set_modules_to_backward_prefetch(sharded[max(0, i - num_blocks) : i][::-1])
-
-
-def num_gathered_ahead(blocks: list[nn.Module]) -> int:
-    """Return the number of blocks that FSDP2 gathers ahead, as its state says."""
-    states = [block._get_fsdp_state() for block in blocks if isinstance(block, FSDPModule)]
-    return max([1, *(len(state._states_to_forward_prefetch) for state in states)])
-
-
-def frees_weights(block: FSDPModule) -> bool:
-    """Return True if FSDP2 frees the gathered weights of a block between its forward and its backward pass."""
-    return all(group.post_forward_mesh_info is not None for group in block._get_fsdp_state()._fsdp_param_groups)
-
-
-@contextmanager
-def checking_hooks(blocks: list[nn.Module]) -> Iterator[None]:
-    """Check compiled blocks during a training step in this context: each is compiled, and FSDP2's hooks run around it.
-
-    Raise UserError if not. The compiler can leave out the hooks of a module that is compiled as a whole; its weights
-    are then gathered late or never freed, which costs more than compiling saves.
-    """
-    usual = [block.forward for block in blocks]
-    seen: set[nn.Module] = set()
-    for block in blocks:
-        block.forward = functools.partial(_watched, block, block.forward, seen)
-    try:
-        yield
-    finally:
-        for block, forward in zip(blocks, usual, strict=True):
-            block.forward = forward
-    problems = {
-        "were not called": [block for block in blocks if block not in seen],
-        "are not compiled": [block for block in blocks if not running(block).compiled],
-        "keep their full weights after a step": [block for block in blocks if not _has(block, "is_sharded")],
-    }
-    for text, wrong in problems.items():
-        if wrong:
-            raise UserError(f"perf.compile: {len(wrong)} of {len(blocks)} layers {text}; use compile: false")
-
-
-def _watched(block: nn.Module, forward: Forward, seen: set[nn.Module], *arguments: object, **options: object) -> object:
-    if not _has(block, "is_unsharded"):
-        raise UserError("perf.compile: FSDP2 does not gather a layer's weights before it computes; use compile: false")
-    seen.add(block)
-    return forward(*arguments, **options)
-
-
-def _has(block: nn.Module, state: str) -> bool:
-    """Return True if all weights that FSDP2 shards are in this state, is_sharded or is_unsharded."""
-    groups = block._get_fsdp_state()._fsdp_param_groups if isinstance(block, FSDPModule) else ()
-    return all(getattr(group, state) for group in groups)
