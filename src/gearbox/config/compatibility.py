@@ -86,8 +86,8 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.zero_stage == 3,
-        "perf.checkpointing: ZeRO-3 gathers weights within a layer, at other times when it is recomputed, so selective "
-        "cannot tell what to keep; use full, or the fsdp gear",
+        "perf.checkpointing: ZeRO-3 gathers weights within a layer, and selective cannot recompute that; use full, or "
+        "the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.degree("cp") > 1,

@@ -25,21 +25,22 @@ from transformers import PreTrainedModel
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.config.recipe import Perf
+from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
 from gearbox.distributed.process_group import ProcessGroup, runs_on_cpu
 from gearbox.distributed.tensor_parallel import (
-    fix_replicated_gradients,
     fix_sharded_layers,
     norm_of_shards,
     split_groups_by_mesh,
 )
 from gearbox.distributed.unwrap import (
+    are_separate,
     checking_hooks,
     gather_ahead,
+    shares_parameters,
     step_on_local_shards,
     unwrap_optimizer,
     without_adapter,
@@ -291,23 +292,6 @@ def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
     )
 
 
-def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
-    """Return options for `from_pretrained`: under tensor parallelism each rank reads only its shard of each matrix."""
-    if gear.degree("tp") == 1:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    class TensorParallel(DistributedConfig):  # type: ignore[misc]
-        """A config by which transformers shards only over tp. Here FSDP is applied later, after adapters."""
-
-        dp_size = 1
-
-    if gear.engine == "tp":
-        fix_replicated_gradients()
-    tp = gear.degree("tp")
-    return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}
-
-
 def prepare(
     gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer, perf: Perf
 ) -> tuple[nn.Module, Optimizer]:
@@ -366,9 +350,9 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     causal_lm = without_adapter(model)
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    names = [name for name in causal_lm._no_split_modules or () if _are_separate(model, name, ends[0])]
+    names = [name for name in causal_lm._no_split_modules or () if are_separate(model, name, ends[0])]
     causal_lm._no_split_modules = names
-    if _shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
+    if shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
         causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
     for name, buffer in sharded_state.persistent_buffers(model):
@@ -390,22 +374,6 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
         module._non_persistent_buffers_set.discard(name)
     for name in ("get_input_embeddings", "get_output_embeddings"):
         vars(causal_lm).pop(name, None)
-
-
-def _are_separate(model: nn.Module, name: str, embedding: nn.Module | None) -> bool:
-    """Return True if the model has layers of this class that share no parameters, as Zamba's do, or the embedding."""
-    layers = [module for module in model.modules() if type(module).__name__ == name]
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    has_embedding = any(module is embedding for layer in layers for module in layer.modules())
-    return bool(layers) and not has_embedding and len(parameters) == len({*parameters})
-
-
-def _shares_parameters(model: nn.Module, ends: tuple[nn.Module | None, ...]) -> bool:
-    """Return True if the embedding or the output head shares a parameter with a third module (BERT's bias)."""
-    theirs = {parameter for end in ends if end is not None for parameter in end.parameters()}
-    inside = {module for end in ends if end is not None for module in end.modules()}
-    others = [module for module in model.modules() if module not in inside]
-    return any(parameter in theirs for module in others for parameter in module.parameters(recurse=False))
 
 
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:

@@ -203,3 +203,19 @@ def _has(block: nn.Module, state: str) -> bool:
     """Return True if all weights that FSDP2 shards are in this state, is_sharded or is_unsharded."""
     groups = block._get_fsdp_state()._fsdp_param_groups if isinstance(block, FSDPModule) else ()
     return all(getattr(group, state) for group in groups)
+
+
+def are_separate(model: nn.Module, name: str, embedding: nn.Module | None) -> bool:
+    """Return True if the model has layers of this class that share no parameters, as Zamba's do, or the embedding."""
+    layers = [module for module in model.modules() if type(module).__name__ == name]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    has_embedding = any(module is embedding for layer in layers for module in layer.modules())
+    return bool(layers) and not has_embedding and len(parameters) == len({*parameters})
+
+
+def shares_parameters(model: nn.Module, ends: tuple[nn.Module | None, ...]) -> bool:
+    """Return True if the embedding or the output head shares a parameter with a third module (BERT's bias)."""
+    theirs = {parameter for end in ends if end is not None for parameter in end.parameters()}
+    inside = {module for end in ends if end is not None for module in end.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    return any(parameter in theirs for module in others for parameter in module.parameters(recurse=False))

@@ -30,11 +30,11 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 RUNS = "gearbox_runs"  # the attribute of a block with its Running
 # What selective checkpointing keeps: matrix products and attention. All else is recomputed.
 KEPT = ("aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm")
-KEPT_PARTS = ("scaled_dot_product", "varlen_attn", "flash_attn", "gearbox::")
+KEPT_PARTS = ("scaled_dot_product", "varlen_attn", "flash_attn", "gearbox::attend")
 
 
 class Running(NamedTuple):
-    """How a block runs."""
+    """Describe how a block runs."""
 
     checkpointing: Checkpointing = "none"
     compiled: bool = False
