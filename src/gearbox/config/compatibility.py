@@ -94,13 +94,9 @@ REFUSALS = [
         "perf.checkpointing: ring attention sends keys within a layer, which selective would not do again; use full",
     ),
     Refusal(
-        lambda gear, recipe: recipe.perf.compile and gear.zero_stage == 3,
-        "perf.compile: under ZeRO-3 each linear layer gathers its weights in a hook, which splits every graph; use "
-        "compile: false, or the fsdp gear",
-    ),
-    Refusal(
-        lambda gear, recipe: recipe.perf.compile and _divides_layers(gear),
-        "perf.compile: layers that are divided among ranks are not compiled; use compile: false, or the fsdp gear",
+        lambda gear, recipe: recipe.perf.compile and (gear.zero_stage == 3 or _divides_layers(gear)),
+        "perf.compile: this gear communicates within a layer, or divides the layers, and its layers are not compiled; "
+        "use compile: false, or the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: recipe.perf.kernels == "liger" and _divides_layers(gear),

@@ -168,7 +168,7 @@ def frees_weights(block: FSDPModule) -> bool:
 def checking_hooks(blocks: list[nn.Module]) -> Iterator[None]:
     """Check compiled blocks during a training step in this context: each is compiled, and FSDP2's hooks run around it.
 
-    Raise UserError if not. The compiler can leave out the hooks of a module that is compiled as a whole; its weights
+    Raise UserError if not. The compiler can leave out the hooks of a module that is compiled as a whole. Its weights
     are then gathered late or never freed, which costs more than compiling saves.
     """
     usual = [block.forward for block in blocks]
