@@ -27,7 +27,8 @@ from pathlib import Path
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import OLD_WARMUP, Recipe
+from gearbox.config.old_keys import OLD_KEYS
+from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome, supervisor
 
@@ -147,7 +148,7 @@ def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, w
         "run.name": "null",
     }
     for key in [override.partition("=")[0] for override in overrides]:
-        if key in values or key == OLD_WARMUP or key.startswith(("eval.", "save.")):
+        if key in values or getattr(OLD_KEYS.get(key), "new", None) in values or key.startswith(("eval.", "save.")):
             raise UserError(f"{key}: the comparison sets this key; remove it (--steps N sets the length)")
     return [f"{key}={value}" for key, value in values.items()]
 
@@ -163,6 +164,8 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
         problems.append(f"optim.name: {recipe.optim.name} rounds in blocks of a rank's shard; compare with adamw")
     if recipe.optim.master_weights == "bf16":
         problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
+    if recipe.perf.ddp_compression != "none":
+        problems.append("perf.ddp_compression: bf16 rounds the gradients under DDP; compare with none")
     if problems:
         raise UserError("\n".join(f"{recipe_path}: {problem}" for problem in problems))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
 
 from gearbox.config.gear import Gear
-from gearbox.launch import cli
+from gearbox.launch import cli, environment
 from gearbox.launch.launched_gear import read_job
 from gearbox.launch.watchdog import Watchdog
 from gearbox.training import resume
@@ -32,6 +32,7 @@ from gearbox.training import resume
 
 def main(arguments: list[str], gear: Gear | None = None) -> int:
     """Train the recipe named by the arguments. Return the exit code."""
+    environment.let_segments_grow()  # before torch is imported
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
     job = read_job(arguments, gear)  # reports mistakes in the files within half a second
     resume.check_early(job)
@@ -48,7 +49,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         run.restore(engine)  # from the newest complete checkpoint, if there is one
         facts = session.check_engine(engine, data)  # stops if the running setup differs from the requested one
         rows = session.choose_rows(engine, data)
-        engine.fix_ddp_bucket_order(rows.training.batch([None]))  # otherwise a resumed run differs in the last bit
+        engine.warm_up(rows.training.batch([None] * job.batch.micro_rows))  # so that a resumed run equals it in bits
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
         questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)

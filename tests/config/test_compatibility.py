@@ -76,6 +76,19 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),
         (["adapter.method=dora", "model.add_tokens=[x]"], ["single", "fsdp"], [], "use adapter.method=lora"),
         (["adapter.method=lora", "model.add_tokens=[x]"], [], ["single", "zero3"], ""),
+        (
+            ["perf.checkpointing=selective"],
+            ["zero3", "ulysses", "ring"],
+            ["single", "ddp", "fsdp", "fsdp_tp", "zero2", "pp", "tp"],
+            "perf.checkpointing: ",
+        ),
+        (["perf.checkpointing=offload"], [], ["single", "ddp", "fsdp", "zero3", "pp", "tp", "ulysses"], ""),
+        (
+            ["perf.compile=true"],
+            ["zero3", "tp", "fsdp_tp", "pp", "ulysses", "ring"],
+            ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2"],
+            "use compile: false, or the fsdp gear",
+        ),
     ],
 )
 def test_refused_combinations_name_the_nearest_that_works(tmp_path, overrides, refusing, taking, expected):
@@ -105,6 +118,68 @@ def test_what_needs_bitsandbytes_is_refused_without_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
     check_against(gear, load_recipe(RECIPE), RECIPE, BATCH)
     with pytest.raises(UserError, match=r"quantize: nf4 needs bitsandbytes.*\n.*optim\.name: paged_adamw needs bits"):
+        check_against(gear, recipe, RECIPE, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("override", "module", "expected"),
+    [
+        (
+            "perf.kernels=liger",
+            "liger_kernel",
+            "perf.kernels: liger needs liger_kernel, which is not installed; run pip",
+        ),
+        ("perf.float8=true", "torchao", "perf.float8: needs torchao, which is not installed; run pip install torchao"),
+    ],
+)
+def test_kernels_of_other_packages_are_refused_without_them(monkeypatch, tmp_path, override, module, expected):
+    gear, recipe = load_gear(ROOT / "accelerate_configs" / "single.yaml"), load_recipe(RECIPE, [override])
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    with pytest.raises(UserError, match=f"^command line: {expected}"):
+        check_against(gear, recipe, RECIPE, BATCH)
+    check_against(gear, rehearsed(recipe), RECIPE, BATCH)
+    monkeypatch.delitem(sys.modules, module)
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_against(gear, recipe, RECIPE, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("gear", "override", "also", "expected"),
+    [
+        (
+            "pp",
+            "perf.kernels=liger",
+            "train.seed=1",
+            "liger computes whole layers, which this gear divides among ranks",
+        ),
+        (
+            "single",
+            "perf.float8=true",
+            "adapter.method=lora",
+            "multiplies the weights that are trained, but an adapter",
+        ),
+        ("zero2", "perf.float8=true", "train.seed=1", "runs under the single, ddp and fsdp gears; use float8: false"),
+        ("tp", "perf.float8=true", "train.seed=1", "runs under the single, ddp and fsdp gears; use float8: false"),
+    ],
+)
+def test_kernels_of_other_packages_are_refused_where_they_do_not_fit(gear, override, also, expected):
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"(?m)^command line: {key}: {expected}"):
+        check_against(
+            load_gear(ROOT / "accelerate_configs" / f"{gear}.yaml"),
+            load_recipe(RECIPE, [override, also]),
+            RECIPE,
+            BATCH,
+        )
+
+
+def test_compiling_is_refused_without_a_compiler(monkeypatch, tmp_path):
+    gear, recipe = load_gear(ROOT / "accelerate_configs" / "ddp.yaml"), load_recipe(RECIPE, ["perf.compile=true"])
+    check_against(gear, recipe, RECIPE, BATCH)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^command line: perf.compile: needs a C\+\+ compiler, and there is none"):
         check_against(gear, recipe, RECIPE, BATCH)
 
 

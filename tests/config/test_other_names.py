@@ -6,8 +6,8 @@ import pytest
 
 from gearbox import ROOT
 from gearbox.config import other_names
-from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe, recipe_keys
+from gearbox.config.loader import load_recipe, recipe_keys
+from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch.cli import split_arguments
 

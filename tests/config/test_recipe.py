@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe, Source, recipe_keys
+from gearbox.config.loader import load_recipe, recipe_keys
+from gearbox.config.recipe import Recipe, Source
 from gearbox.errors import UserError
 
 TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())

@@ -8,7 +8,7 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.gear import Gear
-from gearbox.distributed import engine, sequence_parallel
+from gearbox.distributed import engine, sequence_parallel, unwrap
 from support.faults import patch_step
 from support.ranks import fork_ranks
 
@@ -94,7 +94,7 @@ def test_a_step_on_local_shards_is_the_step_on_dtensors():
                 fully_shard(layer)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
             sides.append((model, optimizer))
-        engine.step_on_local_shards(sides[1][1])
+        unwrap.step_on_local_shards(sides[1][1])
         stepped = [p for group in sides[1][1].param_groups for p in group["params"]]
         assert len(stepped) == 4 and not any(isinstance(p, DTensor) for p in stepped)
         before = [p.full_tensor().clone() for p in sides[0][0].parameters()]

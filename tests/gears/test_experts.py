@@ -37,7 +37,7 @@ def test_gears_train_the_same(moe, method):
     expected = [line["router_loss"] for line in alone.lines("router_loss")]
     assert len(expected) == STEPS and all(CHOSEN * 0.9 < unbalance < EXPERTS for unbalance in expected)
     for gear, ranks in (("ddp", 3), ("fsdp", 2), ("zero3", 2)):
-        shared = moe(gear, change, "model.gradient_checkpointing=true", ranks=ranks)
+        shared = moe(gear, change, "perf.checkpointing=full", ranks=ranks)
         assert shared.losses == pytest.approx(alone.losses, rel=1e-5), gear
         assert [line["router_loss"] for line in shared.lines("router_loss")] == pytest.approx(expected, rel=1e-5), gear
         assert shared.weights.keys() == alone.weights.keys()

@@ -22,7 +22,7 @@ GIVEN = (
 )  # fmt: skip
 UNTIED = ("model.name=untied",)
 CASES = {
-    "dora": (*METHODS["dora"], "model.gradient_checkpointing=true"),
+    "dora": (*METHODS["dora"], "perf.checkpointing=full"),
     "qdora": METHODS["qdora"],
     "full, tokens": ADDED_TOKENS,
     "lora, tokens": (*METHODS["lora"], *ADDED_TOKENS),

@@ -157,6 +157,6 @@ def test_breakage_is_noticed(train, single, monkeypatch, breakage):
 def test_checkpointing_and_micro_batches_change_nothing(train, gear):
     ranks = 1 if gear == "single" else 2
     plain = train(gear, "batch.micro_rows=1", ranks=ranks)
-    other = train(gear, "batch.micro_rows=3", "model.gradient_checkpointing=true", ranks=ranks)
+    other = train(gear, "batch.micro_rows=3", "perf.checkpointing=full", ranks=ranks)
     assert set(plain.codes + other.codes) == {0}, plain.output + other.output
     assert other.losses == pytest.approx(plain.losses, rel=1e-6)

@@ -55,7 +55,7 @@ def test_pipelines_train_the_same(train, tmp_path, name):
 def test_gpipe_evaluates_and_reports_its_idle_time(train, tmp_path):
     gear = tmp_path / "pp.yaml"
     gear.write_text((ROOT / "accelerate_configs/pp.yaml").read_text().replace("1f1b", "gpipe"))
-    outcome = train(str(gear), *FULL, "eval.every=10", "eval.samples=1", "model.gradient_checkpointing=true")
+    outcome = train(str(gear), *FULL, "eval.every=10", "eval.samples=1", "perf.checkpointing=full")
     single = train("single", *FULL, "eval.every=10", "eval.samples=1")
     assert_same(outcome, single)
     assert "pipeline, gpipe, pp 2" in outcome.output and "layers 0-0, 1-1" in outcome.output

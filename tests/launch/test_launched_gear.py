@@ -1,12 +1,13 @@
 """Test which gear a process finds: from the launcher's flags, or from its ranks without flags."""
 
+import os
 import re
 
 import pytest
 
 from gearbox import ROOT
 from gearbox.errors import UserError
-from gearbox.launch import launched_gear
+from gearbox.launch import environment, launched_gear
 from gearbox.launch.launched_gear import find_gear
 
 
@@ -64,7 +65,7 @@ COMMANDS = {
     "accelerate launch --config_file accelerate_configs/fsdp.yaml --use_deepspeed src/train.py":
         "--use_deepspeed: does not fit this gear, whose distributed_type is FSDP",
     "accelerate launch --dynamo-backend inductor --num_processes 2 src/train.py":
-        "--dynamo_backend=inductor: models are not compiled; remove it",
+        "--dynamo_backend=inductor: is decided by the recipe (perf.compile); remove it",
 }  # fmt: skip
 
 
@@ -96,3 +97,15 @@ def test_the_default_file_is_the_one_that_accelerate_reads(monkeypatch, tmp_path
     default.write_text((ROOT / "accelerate_configs/fsdp.yaml").read_text())
     monkeypatch.setattr(launched_gear, "launcher_command", "accelerate launch src/train.py".split)
     assert find_gear().path.resolve() == default.resolve()
+
+
+@pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", None])
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_the_user_sets_it(monkeypatch, given):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    environment.let_segments_grow()
+    found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+    assert found == ({given: "max_split_size_mb:64"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

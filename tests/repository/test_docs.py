@@ -11,8 +11,7 @@ from torch.distributed.run import parse_args
 
 from gearbox import ROOT
 from gearbox.config.gear import gear_path, load_gear
-from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import recipe_keys
+from gearbox.config.loader import load_recipe, recipe_keys
 from gearbox.launch import topology
 from gearbox.launch.cli import split_arguments
 from support.repository import GUIDES

@@ -12,8 +12,8 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe, rehearsed
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe, recipe_keys
+from gearbox.config.loader import load_recipe, recipe_keys, rehearsed
+from gearbox.config.recipe import BUILTIN_TASKS, Recipe
 from gearbox.data import builtin_tasks
 from gearbox.errors import UserError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +31,11 @@ class Refusal(NamedTuple):
     applies: Callable[[Gear, Recipe], bool]
     text: str
     """The recipe's key, why the combination fails, and what to change."""
+
+
+def _divides_layers(gear: Gear) -> bool:
+    """Return True if several ranks compute a layer, a row or the stack of layers together."""
+    return any(gear.degree(name) > 1 for name in ("tp", "pp", "sp", "cp"))
 
 
 REFUSALS = [
@@ -88,6 +94,32 @@ REFUSALS = [
         "model.attention: ring attention replaces sdpa; use auto or sdpa",
     ),
     Refusal(
+        lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.zero_stage == 3,
+        "perf.checkpointing: ZeRO-3 gathers weights within a layer, and selective cannot recompute that; use full, or "
+        "the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.degree("cp") > 1,
+        "perf.checkpointing: ring attention sends keys within a layer, which selective would not do again; use full",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.perf.compile and (gear.zero_stage == 3 or _divides_layers(gear)),
+        "perf.compile: this gear communicates within a layer, or divides the layers, and its layers are not compiled; "
+        "use compile: false, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.perf.kernels == "liger" and _divides_layers(gear),
+        "perf.kernels: liger computes whole layers, which this gear divides among ranks; use auto, or the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.perf.float8 and recipe.adapter.method != "none",
+        "perf.float8: multiplies the weights that are trained, but an adapter freezes them; use float8: false",
+    ),
+    Refusal(
+        lambda gear, recipe: recipe.perf.float8 and (gear.engine == "zero" or _divides_layers(gear)),
+        "perf.float8: runs under the single, ddp and fsdp gears; use float8: false, or one of these",
+    ),
+    Refusal(
         lambda gear, recipe: recipe.adapter.method == "dora" and bool(recipe.model.add_tokens),
         "model.add_tokens: DoRA divides by the norm of each row of the output head, and padding rows are zero; use "
         "adapter.method=lora",
@@ -111,6 +143,7 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
             of_recipe.append(f"model.quantize: {recipe.model.quantize} {hint} null")
         if recipe.optim.name not in ("adamw", "muon"):
             of_recipe.append(f"optim.name: {recipe.optim.name} {hint} adamw")
+    of_recipe += _missing_tools(recipe)
     if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         of_recipe.append(
             "model.attention: flash_attention_2 needs flash_attn, which is not installed; run pip install flash-attn "
@@ -124,6 +157,21 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
     ]
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _missing_tools(recipe: Recipe) -> list[str]:
+    """Return a problem for each key of perf whose package or compiler is not on this machine."""
+    perf, problems = recipe.perf, []
+    if perf.kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        problems.append(
+            "perf.kernels: liger needs liger_kernel, which is not installed; run pip install liger-kernel, or use auto"
+        )
+    if perf.float8 and importlib.util.find_spec("torchao") is None:
+        problems.append("perf.float8: needs torchao, which is not installed; run pip install torchao, or use false")
+    compilers = (os.environ.get("CXX", "g++"), "clang++")
+    if perf.compile and not any(shutil.which(compiler) for compiler in compilers):
+        problems.append("perf.compile: needs a C++ compiler, and there is none; run apt-get install g++, or use false")
+    return problems
 
 
 def _variables(gear: Gear, recipe_path: Path, batch: BatchPlan) -> dict[str, tuple[set[str], str]]:
@@ -144,7 +192,7 @@ def _variables(gear: Gear, recipe_path: Path, batch: BatchPlan) -> dict[str, tup
         "ACCELERATE_USE_FSDP": ({"false", "true"} if kind == "FSDP" else {"false"}, decides),
         "ACCELERATE_USE_DEEPSPEED": ({"false", "true"} if kind == "DEEPSPEED" else {"false"}, decides),
         "ACCELERATE_USE_MEGATRON_LM": ({"false"}, "Megatron-LM is not supported"),
-        "ACCELERATE_DYNAMO_BACKEND": ({"no"}, "models are not compiled"),
+        "ACCELERATE_DYNAMO_BACKEND": ({"no"}, f"perf.compile in {recipe_path} decides that"),
         "ACCELERATE_FP8_BACKEND": ({"no"}, "fp8 is not supported"),
         "ACCELERATE_TORCH_DEVICE": (set(), "each rank takes its own device"),
         "PARALLELISM_CONFIG_CP_COMM_STRATEGY": ({"allgather"}, "only allgather is supported"),

@@ -109,6 +109,12 @@ class Gear:
         return rank // self.degree("tp") % parts, parts
 
     @property
+    def frees_weights(self) -> bool:
+        """True unless FSDP keeps the gathered weights of each layer from its forward to its backward pass."""
+        wrapping = self.settings.get("fsdp_config") or {}
+        return str(wrapping.get("fsdp_reshard_after_forward", True)).lower() == "true"  # as Accelerate reads it
+
+    @property
     def offload(self) -> str | None:
         """The place that weights or optimizer state are offloaded to: cpu or nvme; None if they stay on the GPU."""
         if (

@@ -1,4 +1,4 @@
-"""Load a recipe from YAML and overrides, and report every problem at once. Old keys still work."""
+"""Load a recipe from YAML and overrides, and report every problem at once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import yaml
 from pydantic import ValidationError
 
 from gearbox.config.adapter_settings import saved_adapter_settings
+from gearbox.config.old_keys import OLD_KEYS, OldKey, for_manifest, new_value, renamed
 from gearbox.config.other_names import FIRST_KEYS, advice_on_key, advice_on_value, key_of
 from gearbox.config.recipe import (
     BUILTIN_TASKS,
     LOCAL_ENDINGS,
-    OLD_WARMUP,
     ONE_OF,
     RESUME,
     Adapter,
+    Group,
+    Perf,
     Recipe,
     Source,
-    keys_of_group,
     listed,
-    recipe_keys,
 )
 from gearbox.errors import UserError, did_you_mean, nearest, one_line, shown
 from gearbox.filesystem import read_limited
@@ -101,12 +101,11 @@ def load_recipe(
     Call `hint` with one line for each place that uses an old key, and for each key of the file that gives way.
     """
     written = read_yaml(path)
-    content = with_new_keys(written)
-    old_key_places = [str(path)] if content is not written else []
+    content, old_keys = renamed(written)
+    old_places = [(str(path), key) for key in old_keys]
     in_file = deepcopy(content)
     given = Given.apply(content, overrides or [])
-    if given.uses_old_key:
-        old_key_places.append(COMMAND_LINE)
+    old_places += [(COMMAND_LINE, key) for key in given.old_keys]
     recipe, problems = _checked(content, given.keys)
     if recipe is None or problems or given.problems:
         of_file = _checked(in_file, frozenset())[1] if overrides else problems
@@ -114,8 +113,8 @@ def load_recipe(
         lines = [f"{COMMAND_LINE}: {problem}" for problem in given.problems]
         lines += [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True)]
         raise UserError("\n".join(lines))
-    for place in old_key_places:
-        hint(f"{place}: {OLD_WARMUP} is now schedule.warmup, which takes a step count or a share such as 5%")
+    for place, key in old_places:
+        hint(f"{place}: {key.old} is now {key.new}, which {key.advice}")
     for replaced in given.replaced:
         hint(f"{COMMAND_LINE}: {replaced} of {path}")
     return recipe
@@ -150,7 +149,7 @@ class Given:
     """Overrides that cannot be read."""
     replaced: list[str] = field(default_factory=list)
     """Pairs of keys of which only one may be set: the new key and the one that it replaces."""
-    uses_old_key: bool = False
+    old_keys: list[OldKey] = field(default_factory=list)
 
     @classmethod
     def apply(cls, content: RawMapping, overrides: list[str]) -> Given:
@@ -158,10 +157,11 @@ class Given:
         pairs = [override.partition("=") for override in overrides]
         given = cls(frozenset(key for key, _, _ in pairs))
         for key, equals, text in pairs:
-            if key == OLD_WARMUP and "schedule.warmup" not in given.keys:
-                key, given.uses_old_key = "schedule.warmup", True
-            *groups, last = key.split(".")
             value = _value(text)
+            if (old := OLD_KEYS.get(key)) is not None and old.new not in given.keys:
+                key, value = old.new, new_value(old, value)
+                given.old_keys += [old] if old not in given.old_keys else []
+            *groups, last = key.split(".")
             if not equals or not last or (not groups and isinstance(value, dict)):
                 form = "overrides take the form group.key=value, such as optim.lr=1e-5"
                 given.problems.append(f"{key + equals + text!r}: {form}")
@@ -172,6 +172,7 @@ class Given:
                     target[group] = {}
                 target = target[group]
             target[last] = value
+        given.keys |= {old.new for old in given.old_keys}
         for key, other in (ONE_OF, ONE_OF[::-1]):
             if key in given.keys and other not in given.keys:
                 given._replace(content, key, other)
@@ -195,26 +196,9 @@ def _value(text: str) -> object:
         return text
 
 
-def with_new_keys(content: RawMapping) -> RawMapping:
-    """Return a recipe's content with schedule.warmup_steps renamed to schedule.warmup, or `content` itself.
-
-    Content with both keys is returned unchanged: validation then rejects the old key.
-    """
-    schedule = content.get("schedule")
-    if not isinstance(schedule, dict) or "warmup_steps" not in schedule or "warmup" in schedule:
-        return content
-    return content | {"schedule": {"warmup" if key == "warmup_steps" else key: schedule[key] for key in schedule}}
-
-
-def recipe_for_manifest(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as stored in a manifest. A warm-up count keeps its old key, so older versions can resume."""
-    content = recipe.model_dump(mode="json")
-    schedule = content["schedule"]
-    if isinstance(schedule["warmup"], int):
-        schedule["warmup_steps"] = schedule.pop("warmup")
-    if recipe.schedule.name != "wsd":  # unknown to older versions
-        del schedule["decay"]
-    return content
+def recipe_for_manifest(recipe: Recipe) -> RawMapping:
+    """Return the recipe as stored in a manifest."""
+    return for_manifest(recipe.model_dump(mode="json"), Perf().model_dump())
 
 
 def _with_saved_adapter(recipe: Recipe) -> Recipe:
@@ -320,11 +304,21 @@ def _explain(details: ErrorDetails) -> str:
 
 def _explain_unknown_key(location: list[str], in_source: bool) -> str:
     """Return the message for a key that the schema lacks, with the key that is meant or the nearest one."""
-    if ".".join(location) == OLD_WARMUP:
-        return "is the old name of schedule.warmup, which is also set; keep one"
+    if (old := OLD_KEYS.get(".".join(location))) is not None:
+        return f"is the old name of {old.new}, which is also set; keep one"
     name = location[-1]
     group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
     return f"unknown key{did_you_mean(keys_meant(name)) or advice_on_key(name) or nearest(name, keys_of_group(group))}"
+
+
+def recipe_keys() -> list[str]:
+    """Return every key of the schema, as group.key."""
+    return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in keys_of_group(field.annotation)]
+
+
+def keys_of_group(annotation: object) -> list[str]:
+    """Return the keys of a group, given its type. Any other type has no keys."""
+    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Group) else []
 
 
 def keys_meant(name: str) -> list[str]:
@@ -343,12 +337,19 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
 
     Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
-    that no document of yours is cut. What the command line gives stays. Flash attention needs its package.
+    that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
+    packages.
     """
     model: dict[str, Any] = {"init": "random"}
     if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         model["attention"] = "auto"
+    perf: dict[str, Any] = {}
+    if importlib.util.find_spec("liger_kernel") is None and recipe.perf.kernels == "liger":
+        perf["kernels"] = "auto"
+    if importlib.util.find_spec("torchao") is None:
+        perf["float8"] = False
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
+    changes["perf"] = recipe.perf.model_copy(update=perf)
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
     are_local = all(is_local(source.path) for source in recipe.data.sources)
     if not are_local:

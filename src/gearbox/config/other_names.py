@@ -12,9 +12,6 @@ KEYS = {
     "model.revision": "model_revision revision_of_model",
     "model.trust_remote_code": "trust_remote_code_model",
     "model.attention": "attn_implementation flash_attn flash_attention use_flash_attention_2 flash_attn_2 attn_impl",
-    "model.gradient_checkpointing": """
-        use_gradient_checkpointing enable_activation_checkpointing activation_checkpointing gradient_checkpoint
-        activations_checkpoint_method activations_checkpoint_granularity disable_gradient_checkpointing""",
     "model.add_tokens": "special_tokens additional_special_tokens new_special_tokens add_special_tokens tokens",
     "model.router_loss": "router_aux_loss_coef output_router_logits aux_loss_coef moe_aux_loss_coeff",
     "adapter": "peft lora lora_config peft_config peft_scheme",
@@ -69,9 +66,18 @@ KEYS = {
     "eval.path": """
         eval_dataset test_datasets validation_file eval_file validation_ds val_dataset dataset_validation eval_path
         eval_data""",
-    "save": "checkpointing checkpointer",
+    "save": "checkpointer",
     "save.every": "save_steps saves_per_epoch checkpoint_every save_interval checkpoint_interval save_every",
     "save.keep": "save_total_limit save_top_k keep_last_n_checkpoints max_checkpoints",
+    "perf": "performance speed",
+    "perf.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_plugin",
+    "perf.compile": "torch_compile torchcompile compile_model use_torch_compile",
+    "perf.checkpointing": """
+        gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing activation_checkpointing
+        gradient_checkpoint activations_checkpoint_method activations_checkpoint_granularity
+        disable_gradient_checkpointing activation_offloading enable_activation_offloading""",
+    "perf.float8": "fp8 float8_training enable_fp8 fp8_recipe",
+    "perf.ddp_compression": "ddp_comm_hook comm_hook gradient_compression",
     "run.dir": "output_dir logging_dir checkpoint_save_dir out_dir save_dir exp_dir",
     "run.name": "run_name experiment_name wandb_name wandb_run_id exp_name",
     "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_if_exists resume_checkpoint",
@@ -166,6 +172,16 @@ VALUES = {
         "schedule.name: constant": "const none fixed null",
         "schedule.name: constant, with schedule.warmup": "constant_with_warmup warmuplr warmup",
     },
+    "perf.checkpointing": {
+        "perf.checkpointing: full": "true yes on uniform block unsloth",
+        "perf.checkpointing: none": "false no off null",
+        "perf.checkpointing: offload": "cpu disk offloaded",
+    },
+    "perf.kernels": {"perf.kernels: liger": "true liger_kernel", "perf.kernels: none": "false off null"},
+    "perf.ddp_compression": {
+        "perf.ddp_compression: bf16, which keeps no state that a resumed run would lack": "powersgd power_sgd fp16",
+        "perf.ddp_compression: none": "false no null",
+    },
     "data.supervise": {
         "data.supervise: assistant": "assistants completion completions completion_only answer answers false",
         "data.supervise: last": "last_turn final last_assistant",
@@ -183,7 +199,7 @@ VALUES = {
 # The key that a single value means, where it is given for a whole group.
 FIRST_KEYS = {
     "model": "name", "adapter": "method", "data": "path", "batch": "rows", "optim": "name", "schedule": "name",
-    "train": "steps", "eval": "fraction", "save": "every", "run": "name",
+    "train": "steps", "eval": "fraction", "save": "every", "perf": "kernels", "run": "name",
 }  # fmt: skip
 
 _key_by_name = {name: key for key, names in KEYS.items() for name in names.split()}

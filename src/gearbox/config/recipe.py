@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from gearbox.config.old_keys import accepts
 from gearbox.config.recipe_values import (
     AnyPath,
     Decay,
@@ -32,7 +33,6 @@ from gearbox.config.recipe_values import (
     PositiveFloat,
     PositiveInt,
     Warmup,
-    accept_old_warmup,
     steps_of,
 )
 from gearbox.errors import shown
@@ -43,7 +43,6 @@ MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would tak
 Role = Literal["system", "user", "assistant", "tool"]
 RESUME = ("auto", "latest", "never")  # or a checkpoint folder
 ONE_OF = ("train.steps", "train.epochs")  # on the command line, one of these replaces the other
-OLD_WARMUP = "schedule.warmup_steps"  # the old name of schedule.warmup in recipes, overrides and manifests
 
 
 class Group(BaseModel):
@@ -54,6 +53,8 @@ class Group(BaseModel):
 
 class Model(Group):
     """The model to train, and how to load it."""
+
+    model_config = ConfigDict(json_schema_extra=accepts("model"))
 
     name: FilePath
     """Folder with a config.json, or the id of a model on the Hugging Face Hub."""
@@ -68,8 +69,6 @@ class Model(Group):
     attention: Literal["auto", "documents", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation; `auto` uses `documents`, which computes nothing between packed documents, or else
     `sdpa` with a mask."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass, for about a third more time and far less activation memory."""
     router_loss: NonNegativeFloat | None = None
     """Weight of the loss that spreads tokens over a mixture's experts; `null` uses router_aux_loss_coef from the
     model's config.json, and 0 disables the loss."""
@@ -228,7 +227,7 @@ class Optim(Group):
 class Schedule(Group):
     """The learning rate over the steps of a run."""
 
-    model_config = ConfigDict(json_schema_extra=accept_old_warmup)
+    model_config = ConfigDict(json_schema_extra=accepts("schedule"))
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `wsd` (warm-up, stable, decay)
@@ -236,7 +235,6 @@ class Schedule(Group):
     warmup: Warmup = 0
     """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
     `5%`."""
-
     decay: Warmup = "20%"
     """Steps of `wsd` in which the learning rate falls: a number such as `200`, or a share of the run such as `20%`."""
 
@@ -322,6 +320,29 @@ class Run(Group):
     """Number of consecutive steps with a non-finite loss or gradient, each skipped, before the run ends."""
 
 
+class Perf(Group):
+    """Speed and memory. Only `float8` and `ddp_compression` change results beyond rounding."""
+
+    kernels: Literal["auto", "liger", "none"] = "auto"
+    """Implementation of norms, activations and adapters: Gearbox's own where they know the family, Liger's kernels for
+    GPUs, or `none`, the family's own modules."""
+    compile: bool = False
+    """Compile each layer with torch.compile at the first step."""
+    checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    """Activations to recompute in the backward pass. `selective` keeps matrix products and attention, and `full` only
+    the input of each layer; `offload` also moves that input to host memory."""
+    prefetch: PositiveInt = 1
+    """Layers whose weights FSDP2 gathers ahead of the one that computes; each holds its full weights for longer."""
+    float8: bool = False
+    """Multiply matrices in 8-bit floating point (torchao), which rounds more; it needs a GPU of compute capability 8.9
+    and full fine-tuning."""
+    pass_tokens: PositiveInt | None = None
+    """Tokens of packed documents in one forward and backward pass: a row is divided between documents, and needs less
+    memory. `null` is 512 on a CPU, and complete rows on a GPU."""
+    ddp_compression: Literal["none", "bf16"] = "none"
+    """`bf16` sends DDP's gradients in half the bytes, rounded."""
+
+
 class Recipe(Group):
     """A recipe: the groups of keys that describe what to train."""
 
@@ -334,6 +355,7 @@ class Recipe(Group):
     train: Train
     eval: Eval = Eval()
     save: Save = Save()
+    perf: Perf = Perf()
     run: Run = Run()
     _given: frozenset[str] = PrivateAttr(frozenset())
 
@@ -375,13 +397,3 @@ class Recipe(Group):
         if self.adapter.method == "none":
             return "full"
         return f"q{self.adapter.method}" if self.model.quantize else self.adapter.method
-
-
-def recipe_keys() -> list[str]:
-    """Return every key of the schema, as group.key."""
-    return [f"{group}.{key}" for group, field in Recipe.model_fields.items() for key in keys_of_group(field.annotation)]
-
-
-def keys_of_group(annotation: object) -> list[str]:
-    """Return the keys of a group, given its type. Any other type has no keys."""
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []

@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
@@ -81,12 +81,6 @@ def _count_or_share(value: object) -> int | str:
 def steps_of(given: int | str, num_steps: int) -> Fraction:
     """Return a number of steps, or a share of num_steps. It is exact: 0.07 * 100 is above 7 in floating point."""
     return Fraction(given) if isinstance(given, int) else Fraction(given.removesuffix("%")) / 100 * num_steps
-
-
-def accept_old_warmup(json_schema: dict[str, Any]) -> None:
-    """Add the old key to the schema as deprecated, so that editors accept it."""
-    old_key = {"deprecated": True, "description": "Renamed to warmup.", "minimum": 0, "type": "integer"}
-    json_schema["properties"]["warmup_steps"] = old_key
 
 
 def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:

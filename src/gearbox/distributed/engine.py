@@ -15,33 +15,43 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
+from gearbox.config.recipe import Perf
 from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
 from gearbox.distributed.process_group import ProcessGroup, fill_sizes_by_width, runs_on_cpu
 from gearbox.distributed.tensor_parallel import (
-    fix_replicated_gradients,
     fix_sharded_layers,
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import STEPPED_SHARD, unwrap_optimizer, without_adapter
+from gearbox.distributed.unwrap import (
+    are_separate,
+    checking_hooks,
+    gather_ahead,
+    shares_parameters,
+    step_on_local_shards,
+    unwrap_optimizer,
+    without_adapter,
+)
 from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
+from gearbox.kernels.blocks import blocks_of
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
+    from torch._C._distributed_c10d import GradBucket
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -169,14 +179,17 @@ class Engine:
         """Seed from (seed, step, rank), so that a resumed run draws the same numbers as an uninterrupted one."""
         seed_step(self.job.recipe.train.seed, step, self.world.rank // self.job.gear.degree("tp"))
 
-    def fix_ddp_bucket_order(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Let DDP order its buckets before step 1, with a backward pass of a batch without targets.
+    def warm_up(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Run a backward pass of a batch without targets before step 1, if DDP or compiled layers need it.
 
-        The first backward pass decides the order, and with it which ranks' gradients are added first. Otherwise a
-        resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit.
+        With DDP, the first backward pass decides the order of its buckets, and with it which ranks' gradients are added
+        first. Otherwise a resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit. Layers
+        are compiled here, where no time limit runs. Raise UserError if FSDP2's hooks do not run around them.
         """
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model(**self.to_device(batch)).backward()
+        compiles, is_ddp = self.job.recipe.perf.compile, isinstance(self.model, nn.parallel.DistributedDataParallel)
+        if is_ddp or (compiles and self.job.gear.engine != "zero"):  # ZeRO steps inside a backward pass
+            with checking_hooks(blocks_of(without_adapter(self.unwrapped)) if compiles else []):
+                self.model(**self.to_device(batch)).backward()
             self.model.zero_grad()
 
     def local_shards(self) -> list[TensorShard]:
@@ -280,25 +293,8 @@ def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
     )
 
 
-def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
-    """Return options for `from_pretrained`: under tensor parallelism each rank reads only its shard of each matrix."""
-    if gear.degree("tp") == 1:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    class TensorParallel(DistributedConfig):  # type: ignore[misc]
-        """A config by which transformers shards only over tp. Here FSDP is applied later, after adapters."""
-
-        dp_size = 1
-
-    if gear.engine == "tp":
-        fix_replicated_gradients()
-    tp = gear.degree("tp")
-    return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}
-
-
 def prepare(
-    gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer
+    gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer, perf: Perf
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
@@ -334,7 +330,18 @@ def prepare(
         split_groups_by_mesh(unwrap_optimizer(optimizer))
     if type(unwrap_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(unwrap_optimizer(optimizer))
+    if gear.engine == "fsdp":
+        gather_ahead(blocks_of(without_adapter(unwrap(accelerator, model))), perf.prefetch)
+    if gear.engine == "ddp" and perf.ddp_compression == "bf16":
+        model.register_comm_hook(None, lambda state, bucket: _average_in_bf16(bucket))
     return model, optimizer
+
+
+def _average_in_bf16(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP in bf16. DDP refuses torch's own function by name on gloo, which can run it."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
 
 
 @contextmanager
@@ -346,14 +353,14 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     causal_lm = without_adapter(model)
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    names = [name for name in causal_lm._no_split_modules or () if _are_separate(model, name, ends[0])]
+    names = [name for name in causal_lm._no_split_modules or () if are_separate(model, name, ends[0])]
     causal_lm._no_split_modules = names
-    if _shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
+    if shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
         causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
     for name, buffer in sharded_state.persistent_buffers(model):
         sent = buffer.to(device)  # NCCL sends only what is on a GPU
-        torch.distributed.broadcast(sent, 0)
+        dist.broadcast(sent, 0)
         buffer.copy_(sent)
         parent, _, own_name = name.rpartition(".")
         held_back.append((model.get_submodule(parent), own_name))
@@ -372,22 +379,6 @@ def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
         vars(causal_lm).pop(name, None)
 
 
-def _are_separate(model: nn.Module, name: str, embedding: nn.Module | None) -> bool:
-    """Return True if the model has layers of this class that share no parameters, as Zamba's do, or the embedding."""
-    layers = [module for module in model.modules() if type(module).__name__ == name]
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    has_embedding = any(module is embedding for layer in layers for module in layer.modules())
-    return bool(layers) and not has_embedding and len(parameters) == len({*parameters})
-
-
-def _shares_parameters(model: nn.Module, ends: tuple[nn.Module | None, ...]) -> bool:
-    """Return True if the embedding or the output head shares a parameter with a third module (BERT's bias)."""
-    theirs = {parameter for end in ends if end is not None for parameter in end.parameters()}
-    inside = {module for end in ends if end is not None for module in end.modules()}
-    others = [module for module in model.modules() if module not in inside]
-    return any(parameter in theirs for module in others for parameter in module.parameters(recurse=False))
-
-
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:
     """Return the pipeline stage of a rank, or None without a pipeline."""
     count = gear.degree("pp")
@@ -395,33 +386,10 @@ def stage_of_rank(gear: Gear, rank: int) -> Stage | None:
 
 
 def _make_pipeline(gear: Gear, accelerator: Accelerator, model: torch.nn.Module) -> Pipeline:
-    mesh = torch.distributed.device_mesh.init_device_mesh(
+    mesh = dist.device_mesh.init_device_mesh(
         accelerator.device.type, (gear.degree("pp"), gear.data_parallel), mesh_dim_names=("pp", "dp")
     )
     compute = torch.bfloat16 if precision(gear) == "bf16" else torch.float32
     # Place the model as under DDP but without the DDP wrapper: on its device and in autocast.
     placed = accelerator.prepare_model(model, evaluation_mode=True)
     return Pipeline(placed, mesh["pp"].get_group(), mesh["dp"].get_group(), gear.schedule, compute)
-
-
-def step_on_local_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an elementwise optimizer step each rank's local shard (FSDP2): its kernels do not support DTensor."""
-    pairs: list[tuple[Any, torch.nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        for i, parameter in enumerate(group["params"]):
-            if isinstance(parameter, DTensor):
-                local = torch.nn.Parameter(parameter.to_local())
-                setattr(parameter, STEPPED_SHARD, local)  # so that state is saved under its name
-                pairs.append((parameter, local))
-                group["params"][i] = local
-
-    def lend_gradients(*_: object) -> None:
-        for parameter, local in pairs:
-            local.grad = parameter.grad.to_local() if parameter.grad is not None else None
-
-    def drop_gradients(*_: object) -> None:
-        for parameter, local in pairs:
-            parameter.grad = local.grad = None
-
-    optimizer.register_step_pre_hook(lend_gradients)
-    optimizer.register_step_post_hook(drop_gradients)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import accelerate
 import torch
@@ -24,6 +24,9 @@ from gearbox.errors import UserError
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.topology import RankDevice
 from gearbox.world import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -156,7 +159,7 @@ def use_host_cores(gear: Gear) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launched.local_size))
 
 
-def fill_sizes_by_width(accelerator: Accelerator, model: torch.nn.Module) -> None:
+def fill_sizes_by_width(accelerator: Accelerator, model: PreTrainedModel) -> None:
     """Fill the sizes that a ZeRO JSON leaves to the model's width, as Accelerate does, for families that it refuses.
 
     Parameters up to the threshold, such as norms, stay gathered on every rank.

@@ -1,4 +1,4 @@
-"""Work around faults of tensor parallelism in transformers, accelerate and PEFT."""
+"""Load a model for tensor parallelism, and work around its faults in transformers, accelerate and PEFT."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from gearbox.config.gear import Gear
 
 
 def fix_replicated_gradients() -> None:
@@ -80,3 +82,20 @@ def norm_of_shards(gradients: list[torch.Tensor]) -> float:
             torch.distributed.all_reduce(squares, group=group)
     norm: float = float(sum(sums.values())) ** 0.5
     return norm
+
+
+def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
+    """Return options for `from_pretrained`: under tensor parallelism each rank reads only its shard of each matrix."""
+    if gear.degree("tp") == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    class TensorParallel(DistributedConfig):  # type: ignore[misc]
+        """A config by which transformers shards only over tp. Here FSDP is applied later, after adapters."""
+
+        dp_size = 1
+
+    if gear.engine == "tp":
+        fix_replicated_gradients()
+    tp = gear.degree("tp")
+    return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}

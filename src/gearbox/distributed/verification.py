@@ -20,8 +20,9 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.sharded_state import Zero3Shard, shard_of
-from gearbox.distributed.unwrap import resharded_parameters
+from gearbox.distributed.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.errors import UserError
+from gearbox.kernels import blocks
 from gearbox.world import World, merged
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def verify(
         "precision": _Fact(engine.precision(gear), _running_precision(accelerator, model, gear)),
         "accumulation rounds": _Fact(accumulation_steps, running_steps),
         **_gradient_facts(model, gear, recipe),
+        **_perf_facts(accelerator, model, gear, recipe),
     }
     if recipe.optim.master_weights == "fp32":
         facts["master weights"] = _Fact({torch.float32}, _master_dtypes(model, gear, optimizer))
@@ -95,7 +97,10 @@ def _mismatch(gear: Gear, problems: list[str]) -> UserError:
 
 def _format(value: object) -> str:
     names = sorted(str(v).removeprefix("torch.") for v in (value if isinstance(value, set) else {value}))
-    return ", ".join({"no": "fp32", "float32": "fp32", "bfloat16": "bf16"}.get(name, name) for name in names)
+    return ", ".join(
+        {"no": "fp32", "float32": "fp32", "bfloat16": "bf16", "True": "yes", "False": "no"}.get(name, name)
+        for name in names
+    )
 
 
 def _requested_engine(gear: Gear) -> str:
@@ -185,6 +190,26 @@ def _gradient_facts(model: nn.Module, gear: Gear, recipe: Recipe) -> dict[str, _
     if isinstance(model, FSDPModule):
         return {"gradient reduction": _Fact(torch.float32, model._get_fsdp_state()._mp_policy.reduce_dtype)}
     return {}
+
+
+def _perf_facts(accelerator: Accelerator, model: nn.Module, gear: Gear, recipe: Recipe) -> dict[str, _Fact]:
+    """Return what the recipe's group perf and the gear ask of the layers, apart from facts that are the default."""
+    perf, layers = recipe.perf, blocks.blocks_of(without_adapter(engine.unwrap(accelerator, model)))
+    of_layers = {blocks.running(layer) for layer in layers} or {blocks.Running()}
+    of_modules = {type(module).__name__ for module in model.modules()}
+    frees = {frees_weights(layer) for layer in layers if isinstance(layer, FSDPModule)}
+    hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else ()
+    asks_bf16 = gear.engine == "ddp" and perf.ddp_compression == "bf16"
+    num_ahead = max(1, min(perf.prefetch, len(layers) - 1)) if gear.engine == "fsdp" else 1
+    facts = {
+        "checkpointing": (_Fact({perf.checkpointing}, {layer.checkpointing for layer in of_layers}), {"none"}),
+        "compiled layers": (_Fact({perf.compile}, {layer.compiled for layer in of_layers}), {False}),
+        "float8 products": (_Fact(perf.float8, "Float8Linear" in of_modules), False),
+        "layers gathered ahead": (_Fact(num_ahead, num_gathered_ahead(layers)), 1),
+        "freed after forward": (_Fact({gear.frees_weights}, frees or {gear.frees_weights}), {True}),
+        "gradients sent in bf16": (_Fact(asks_bf16, bool(hooks)), False),
+    }
+    return {name: fact for name, (fact, default) in facts.items() if not fact.requested == fact.running == default}
 
 
 def _master_dtypes(model: nn.Module, gear: Gear, optimizer: Optimizer) -> set[torch.dtype]:

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from gearbox import ROOT, console
 from gearbox.config.job import Job
-from gearbox.config.loader import DEFAULT_RECIPE, keys_meant
-from gearbox.config.recipe import recipe_keys
+from gearbox.config.loader import DEFAULT_RECIPE, keys_meant, recipe_keys
 from gearbox.errors import UserError
 from gearbox.launch import lifeline
 from gearbox.launch.environment import LaunchEnvironment
@@ -39,7 +38,7 @@ from gearbox.redact import guard_streams
 
 RANK_0_SPEAKS_SECONDS = 20
 OUT_OF_MEMORY = (
-    "out of GPU memory: lower batch.micro_rows (same result), set model.gradient_checkpointing=true, train an "
+    "out of GPU memory: lower batch.micro_rows (same result), set perf.checkpointing=full, train an "
     "adapter, or use the fsdp or zero3 gear"
 )
 

@@ -1,4 +1,4 @@
-"""Read the environment variables that torch's launcher sets for a rank. No other module reads them."""
+"""Read the variables that torch's launcher sets for a rank, which no other module reads. Set those of the allocator."""
 
 from __future__ import annotations
 
@@ -70,3 +70,12 @@ class LaunchEnvironment:
 def without_launcher() -> dict[str, str]:
     """Return this process's environment without a launcher's variables, for a child that is not a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+
+
+def let_segments_grow() -> None:
+    """Let torch's allocator for GPUs grow its segments, which wastes less memory on rows of many lengths.
+
+    Call this before torch is imported. A variable that the user has set decides instead.
+    """
+    if not any(f"PYTORCH_{kind}ALLOC_CONF" in os.environ for kind in ("", "CUDA_", "HIP_")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

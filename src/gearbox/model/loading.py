@@ -26,9 +26,10 @@ from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import keeping_loaded_weights
-from gearbox.distributed.unwrap import is_composite, model_class, text_class
+from gearbox.distributed.unwrap import is_composite, model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
+from gearbox.kernels import blocks, libraries
 from gearbox.kernels.attention import DOCUMENTS
 from gearbox.kernels.install import install_kernels
 from gearbox.model import adapters, dropout, loss
@@ -124,6 +125,10 @@ def load(
     _check_saving(model, Pretrained.of(settings, source))
     if trains_all and getattr(model, "is_quantized", False):
         raise UserError(f"model.name: the weights of {source!r} are quantized; set adapter.method=lora to freeze them")
+    if recipe.perf.kernels == "liger":
+        libraries.use_liger(model)
+    if recipe.perf.float8:
+        libraries.use_float8(model)
     model.own_dropout = own_dropout  # the export writes these rates
     model.config.get_text_config().use_cache = False
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
@@ -136,11 +141,10 @@ def load(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
-    install_kernels(model)
+    if recipe.perf.kernels == "auto":
+        install_kernels(model)
     loss.install_loss(model, settings.router_loss)
-    if settings.gradient_checkpointing:
-        # Non-reentrant checkpointing needs no input that requires grad, so frozen bases also work under ZeRO-3.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    blocks.wrap_blocks(without_adapter(model), recipe.perf.checkpointing, recipe.perf.compile)
     return model
 
 

@@ -18,7 +18,7 @@ import psutil
 from gearbox.checkpoint import folders
 from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest
 from gearbox.config.job import Job
-from gearbox.config.loader import with_new_keys
+from gearbox.config.old_keys import renamed
 from gearbox.config.recipe import RESUME, Recipe
 from gearbox.errors import UserError
 from gearbox.launch import outcome
@@ -26,8 +26,8 @@ from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redacted
 from gearbox.training import leftovers
 
-MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "batch.micro_rows")
-MAY_NOT = ("run.rehearse",)
+MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "perf.", "batch.micro_rows")
+MAY_NOT = {"run.rehearse": None, "perf.float8": False, "perf.ddp_compression": "none"}  # with the value if absent
 ADDED_LATER = ("model.dropout", "schedule.decay")  # absent from earlier checkpoints, or where they have no effect
 SHOWN_DIFFERENCES = 10
 MOST_EPOCHS = 10**9
@@ -132,7 +132,7 @@ def candidates(source: Path) -> list[Path]:
 
 def differences(saved: dict[str, Any], recipe: Recipe) -> list[str]:
     """Return the changed keys, with both values, that make this a different run."""
-    there, here = _flat(with_new_keys(saved)), _flat(redacted(recipe.model_dump(mode="json")))
+    there, here = MAY_NOT | _flat(renamed(saved)[0]), _flat(redacted(recipe.model_dump(mode="json")))
     here = {key: value for key, value in here.items() if key in there or key not in ADDED_LATER}
     return [
         f"{key[:200]} changed from {SHORT.repr(there.get(key))} to {SHORT.repr(here.get(key))}"

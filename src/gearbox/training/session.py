@@ -11,15 +11,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
-from gearbox.config.job import Job
+from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
-from gearbox.config.unused_keys import unused_keys_of_data
 from gearbox.console import make_console, styled
 from gearbox.data import corpus, splits
 from gearbox.data.corpus import MappedCorpus
 from gearbox.data.splits import Leakage, TrainingRows
 from gearbox.distributed import engine as engines
-from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
+from gearbox.distributed import pipeline_stages, process_group, sharded_state, tensor_parallel, verification
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
 from gearbox.distributed.unwrap import without_adapter
@@ -126,11 +125,12 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
-    placing = {**engines.from_pretrained_kwargs(gear), "attn_implementation": attention}
+    placing = {**tensor_parallel.from_pretrained_kwargs(gear), "attn_implementation": attention}
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
-    model, optimizer = engines.prepare(gear, accelerator, loaded, make_optimizer(loaded, recipe.optim, unreached))
+    optimizer = make_optimizer(loaded, recipe.optim, unreached)
+    model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
