@@ -113,7 +113,7 @@ def test_a_state_of_an_unfused_step_is_continued(tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
 def test_the_predicted_size_of_a_checkpoint_is_the_size_of_its_shards(name):
-    """With 8 bits, the scales of the blocks are not counted, and only a large matrix is tested."""
+    """The scales of 8-bit blocks are not counted, and small tensors have none."""
     model = torch.nn.Sequential(torch.nn.Embedding(9, 128), torch.nn.Linear(128, 64, bias=name != "adamw_8bit"))
     if name == "adamw_8bit":
         model = model[1]

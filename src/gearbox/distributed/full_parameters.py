@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from gearbox.distributed.sharded_state import persistent_buffers, shard_of
+from gearbox.distributed.sharded_state import block_offsets, persistent_buffers, shard_of
 from gearbox.distributed.unwrap import resharded_parameters
 from gearbox.world import World
 
@@ -84,3 +84,17 @@ def keeping_loaded_weights() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._initialize_weights = usual
+
+
+def local_and_computed(
+    parameter: torch.Tensor, tensor: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's part of a parameter, and the same part of what `compute` makes of a full tensor.
+
+    Ranks with other parts of `tensor`, which is sharded like the parameter, gather it: all of them must call this.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(tensor, DTensor):
+        return parameter, compute(tensor)
+    local = parameter.to_local()
+    corner = zip(block_offsets(parameter, local), local.shape, strict=True)
+    return local, compute(tensor.full_tensor())[tuple(slice(first, first + length) for first, length in corner)]

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from gearbox.config.recipe import Optim, Schedule
-from gearbox.distributed.sharded_state import block_offsets
+from gearbox.distributed.full_parameters import local_and_computed
 from gearbox.model.probes import numberless
 
 MOMENTUM = 0.95
@@ -42,10 +41,7 @@ def make_optimizer(model: nn.Module, optim: Optim, unreached: Collection[str] = 
                 is_matrix = is_layer and name == "weight" and parameter.dim() == 2
                 is_exempt = is_norm or name == "bias" or parameter in still
                 by_kind[optim.name == "muon" and is_matrix, is_exempt].append(parameter)
-    groups: list[dict[str, Any]] = []
-    for (is_stepped_by_muon, is_exempt), parameters in sorted(by_kind.items()):
-        group = {"params": parameters, "weight_decay": 0.0 if is_exempt else optim.weight_decay}
-        groups.append(group | {"momentum": MOMENTUM} if is_stepped_by_muon else group)
+    groups = _groups(by_kind, optim.weight_decay)
     if optim.name in ("adamw", "muon"):
         adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         return adamw if optim.name == "adamw" else Muon(adamw)
@@ -60,11 +56,20 @@ def make_optimizer(model: nn.Module, optim: Optim, unreached: Collection[str] = 
     return optimizer
 
 
+def _groups(by_kind: dict[tuple[bool, bool], list[nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the optimizer's groups. The keys are whether Muon steps the parameters, and whether they do not decay."""
+    groups: list[dict[str, Any]] = []
+    for (is_stepped_by_muon, is_exempt), parameters in sorted(by_kind.items()):
+        group = {"params": parameters, "weight_decay": 0.0 if is_exempt else weight_decay}
+        groups.append(group | {"momentum": MOMENTUM} if is_stepped_by_muon else group)
+    return groups
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the groups of matrices, which have a momentum, and AdamW for the other groups.
 
-    Torch's own Muon has no AdamW, computes in bfloat16 also where that is slow, and would multiply shards of a matrix
-    in an order that depends on the gear.
+    Torch's own Muon has no AdamW, and computes in bfloat16 also where that is slow. It would multiply shards of a
+    matrix in an order that depends on the gear.
     """
 
     def __init__(self, adamw: torch.optim.AdamW) -> None:
@@ -93,14 +98,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert gradient is not None
         update = gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)  # Nesterov's
-        local: torch.Tensor = parameter
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            update = orthogonalized(update.full_tensor())  # type: ignore[attr-defined]
-            corner = zip(block_offsets(parameter, local), local.shape, strict=True)
-            update = update[tuple(slice(first, first + length) for first, length in corner)]
-        else:
-            update = orthogonalized(update)
+        local, update = local_and_computed(parameter, update, orthogonalized)
         local.mul_(1 - group["lr"] * group["weight_decay"])
         # This factor gives the update the root mean square of AdamW's (arXiv 2502.16982), so one rate suits both.
         local.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
