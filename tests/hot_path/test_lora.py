@@ -5,12 +5,12 @@ import copy
 import peft
 import pytest
 import torch
-from kernels.test_pointwise import assert_close, errors, gradients, saved_bytes, small_model
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gearbox.kernels.install import install_kernels
 from gearbox.kernels.lora import _Lora
+from support.small_models import assert_close, errors, gradients, saved_bytes, small_model
 
 
 def with_lora(family: str = "llama", dtype=torch.float32, **options):
