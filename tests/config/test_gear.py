@@ -1,6 +1,5 @@
 """Test that a gear contains only keys that the engines read, and numbers that agree with the recipe."""
 
-import json
 import re
 
 import pytest
@@ -133,7 +132,9 @@ def test_the_filled_json_has_the_numbers_of_the_recipe(stage):
     recipe = load_recipe(RECIPE, ["optim.max_grad_norm=0.25"])
     batch = BatchPlan.divide(16, data_parallel=2, micro_rows=2)
     filled = gear.filled_json(recipe, batch, "no")
-    assert '"auto"' not in json.dumps(filled) and '"auto"' in json.dumps(gear.zero_json)
+    by_width = {"stage3_param_persistence_threshold"} if stage == 3 else set()  # filled once the model is known
+    assert {key for key, value in filled["zero_optimization"].items() if value == "auto"} == by_width
+    assert "auto" not in filled.values() and "auto" in gear.zero_json.values()
     assert (filled["gradient_clipping"], filled["gradient_accumulation_steps"]) == (0.25, 4)
     assert (filled["train_micro_batch_size_per_gpu"], filled["train_batch_size"]) == (2, 4 * 2 * gear.num_processes)
     assert (filled["bf16"]["enabled"], gear.filled_json(recipe, batch, "bf16")["bf16"]["enabled"]) == (False, True)

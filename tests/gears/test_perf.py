@@ -13,6 +13,7 @@ import yaml
 from gearbox import ROOT
 from gearbox.distributed import engine
 from gearbox.kernels import blocks
+from gearbox.training import loop
 
 FULL = ("optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", "train.steps=1", "schedule.warmup=0")
 
@@ -142,3 +143,30 @@ def test_ddp_sends_gradients_in_bf16_if_asked(train, usual):
     assert facts(outcome)["gradients sent in bf16"] == "yes"
     assert_close(ours, theirs, 1e-2)
     assert any(not torch.equal(ours[1][name], theirs[1][name]) for name in ours[1]), "nothing was rounded"
+
+
+@pytest.mark.parametrize(("gear", "ranks"), [("single", None), ("ddp", 2)])
+def test_rows_divided_into_passes_give_the_same_model(train, usual, monkeypatch, tmp_path, gear, ranks):
+    """The documents of a row are computed 40 tokens at a time, in several passes instead of one."""
+    theirs = usual(train, gear, ranks)
+    divide = loop.passes_of
+
+    def counted(*inputs):
+        passes = divide(*inputs)
+        with (tmp_path / "counts").open("a") as file:
+            file.write(f"{len(passes)}\n")
+        return passes
+
+    monkeypatch.setattr(loop, "passes_of", counted)
+    assert_close(results(train(gear, *FULL, "perf.pass_tokens=40", ranks=ranks)), theirs, 1e-6)
+    assert max(map(int, (tmp_path / "counts").read_text().split())) > 1
+
+
+@pytest.mark.parametrize(("gear", "method"), [("single", "none"), ("fsdp", "lora")])
+def test_without_our_kernels_the_model_is_the_same(train, gear, method):
+    given = (*FULL, f"adapter.method={method}")
+    ours = results(train(gear, *given, ranks=1 if gear == "single" else 2))
+    plain = results(
+        train(gear, *given, "perf.kernels=none", "model.attention=sdpa", ranks=1 if gear == "single" else 2)
+    )
+    assert_close(ours, plain, 1e-5)

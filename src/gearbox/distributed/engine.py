@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.config.recipe import Perf
-from gearbox.data.batches import IGNORE_INDEX
+from gearbox.data.batches import IGNORE_INDEX, Batch
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
@@ -103,11 +103,16 @@ class Engine:
         inputs = {name: tensor for name, tensor in micro_batch.items() if name != "chunk_ids"}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
 
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Enter the next micro-batch. This sets `is_last_micro_batch`."""
+        return cast("AbstractContextManager[None]", self.accelerator.accumulate(self.model))
+
     @contextmanager
-    def forward_inputs(self, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Enter gradient accumulation, which sets `is_last_micro_batch`, and yield the model's inputs on this rank."""
-        with self.accelerator.accumulate(self.model), self.local_tokens(self.to_device(micro_batch)) as inputs:
-            yield inputs | self._counted(micro_batch)
+    def forward_inputs(self, one_pass: Batch, ends_micro_batch: bool) -> Iterator[dict[str, Any]]:
+        """Yield the model's inputs on this rank. Only the pass that ends a micro-batch may send gradients."""
+        quiet = nullcontext() if ends_micro_batch else self.accelerator.no_sync(self.model)
+        with quiet, self.local_tokens(self.to_device(one_pass)) as inputs:
+            yield inputs | self._counted(one_pass)
 
     def _counted(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return what the model would otherwise read from tensors on a GPU, and wait: targets and documents."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from gearbox.checkpoint.train_state import StepResult, TrainState
-from gearbox.data.batches import StepBatch
+from gearbox.data import batches
+from gearbox.data.batches import Batch, StepBatch
 from gearbox.data.splits import TrainingRows
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.pipeline_parallel import Pipeline
@@ -19,6 +20,8 @@ from gearbox.model.router_loss import pop_router_loss, router_weight
 from gearbox.training import evaluation
 from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead
+
+CPU_PASS_TOKENS = 512  # more tokens at one time are not computed faster, but need more memory
 
 
 def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
@@ -63,13 +66,17 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
     step_loss = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         heartbeat(f"micro-batch {number}")
-        with engine.forward_inputs(micro_batch) as inputs:
-            loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums the losses of its target tokens
-            step_loss += loss.detach()
-            if engine.is_last_micro_batch:
-                step_loss = engine.sum_over_ranks(step_loss)
-                loss = loss * (1 + 0 * step_loss)  # NaN on all ranks if any loss is not finite
-            engine.backward(loss)
+        with engine.accumulating():
+            passes = passes_of(engine, micro_batch)
+            for one_pass in passes:
+                is_last = one_pass is passes[-1]
+                with engine.forward_inputs(one_pass, is_last) as inputs:
+                    loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its targets' losses
+                    step_loss += loss.detach()
+                    if is_last and engine.is_last_micro_batch:
+                        step_loss = engine.sum_over_ranks(step_loss)
+                        loss = loss * (1 + 0 * step_loss)  # NaN on all ranks if any loss is not finite
+                    engine.backward(loss)
             if engine.is_last_micro_batch:
                 heartbeat("gradient norm")
                 # All numbers are read here, so that the host waits once and queues the next step behind the optimizer.
@@ -77,6 +84,19 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
                 result = StepResult(float(step_loss), grad_norm, mean_router_loss(engine, batch.num_targets))
                 engine.step_and_zero(skip=not math.isfinite(grad_norm))
     return result
+
+
+def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
+    """Return the passes of a micro-batch: groups of its packed documents, or all of it.
+
+    Other engines send weights or gradients in each pass, and a router balances the tokens of a whole row.
+    """
+    recipe, is_plain = engine.job.recipe, engine.job.gear.engine in ("single", "ddp")
+    default = CPU_PASS_TOKENS if engine.device.type == "cpu" and not recipe.perf.compile else None
+    limit = recipe.perf.pass_tokens or default
+    if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
+        return [micro_batch]
+    return batches.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
 
 
 def train_pipeline_step(
