@@ -1,7 +1,8 @@
-"""Find parents and launchers, end with them, and check whether a process is alive."""
+"""Find parents and launchers, end with them, check whether a process is alive, and return its free memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from pathlib import Path
 
@@ -50,3 +51,9 @@ def launcher_process() -> psutil.Process | None:
         if is_command or {"accelerate.commands.launch", "accelerate.commands.accelerate_cli"} & {*command[:4]}:
             return process
     return None
+
+
+def return_free_memory() -> None:
+    """Return memory that is free inside this process to the system, where the C library can do so."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: not glibc
+        ctypes.CDLL(None).malloc_trim(0)
