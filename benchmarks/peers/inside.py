@@ -1,0 +1,112 @@
+"""Measure Gearbox alone: where the time of a step goes, and how the rate grows with rows, sizes and ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers import figures
+from peers.cases import CASES, Case
+
+GROUPS = {  # the first group whose words are in the name of an operator takes its time
+    "optimizer": ("optimizer", "adam", "_foreach", "_fused"),
+    "head and loss": ("log_softmax", "cross_entropy", "nll_loss", "logsumexp"),
+    "attention": ("attention", "sdpa", "flash"),
+    "matrix products": ("mm", "linear", "matmul", "bmm"),
+    "embedding": ("embedding",),
+    "pointwise": ("add", "mul", "sub", "div", "silu", "rsqrt", "pow", "mean", "neg", "cat", "sigmoid", "exp", "sum"),
+    "copies": ("copy", "clone", "contiguous", "to", "fill", "zero", "empty"),
+}
+
+
+def group_of(operator: str) -> str:
+    """Return the group of an operator's name, such as aten::mm."""
+    name = operator.lower().removeprefix("aten::")
+    for group, words in GROUPS.items():
+        if any(word in name for word in words):
+            return group
+    return "rest"
+
+
+def shares(times: dict[str, float]) -> dict[str, float]:
+    """Return each group's share of the time that operators take themselves, largest first."""
+    found: dict[str, float] = {}
+    for operator, seconds in times.items():
+        found[group_of(operator)] = found.get(group_of(operator), 0.0) + seconds
+    total = sum(found.values())
+    return {name: found[name] / total for name in sorted(found, key=lambda name: -found[name])}
+
+
+def profile(record: dict[str, Any]) -> None:
+    """Profile the last step of a LoRA run, and keep the shares of its groups in the record."""
+    from peers import __main__ as bench
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        found = bench.sample("gearbox", CASES["135m-lora"], record["chats"], gpu=False, profile=str(path))
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        record["profile"] = shares(json.loads(path.read_text(encoding="utf-8")))
+    print("\n".join(profile_table(record)))
+
+
+def profile_table(record: dict[str, Any]) -> list[str]:
+    """Return the table of a step's time."""
+    lines = ["| part of a LoRA step of SmolLM2-135M | share of its CPU time |", "|---|---|"]
+    return [*lines, *(f"| {name} | {share:.1%} |" for name, share in record["profile"].items())]
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Return the slope of the line through the logarithms of the points, by least squares."""
+    places = [(math.log(x), math.log(y)) for x, y in points]
+    x_mean, y_mean = (statistics.mean(values) for values in zip(*places, strict=True))
+    spread = sum((x - x_mean) ** 2 for x, _ in places)
+    return sum((x - x_mean) * (y - y_mean) for x, y in places) / spread
+
+
+def rate(record: dict[str, Any], case: Case, chats: list[list[int]] | None = None, **extra: Any) -> float:
+    """Return the tokens per CPU second of one run of Gearbox. `chats` gives the words of each chat's turns."""
+    from peers import __main__ as bench
+
+    with tempfile.TemporaryDirectory() as folder:
+        if chats:
+            path = Path(folder) / "chats.jsonl"
+            turns = [[{"role": r, "content": "ta " * n} for r, n in zip(("user", "assistant"), chat, strict=True)]
+                     for chat in chats]  # fmt: skip
+            path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns), encoding="utf-8")
+            extra["chats"] = str(path)
+        found = bench.sample("gearbox", case, record["chats"], gpu=False, **extra)
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return figures.figures({**found, "matmul_rate": 1.0}, 0)["cpu_rate"]
+
+
+def curves(record: dict[str, Any]) -> None:
+    """Measure the curves with the small Llama, and keep them in the record."""
+    small = {"model": "llama-10m", "method": "full", "supervise": "all", "steps": 4, "steps_unpacked": 4}
+
+    def case(rows: int, row_tokens: int) -> Case:
+        return Case("", rows=rows, row_tokens=row_tokens, **small)  # type: ignore[arg-type]
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    found["tokens of a row"] = [(n, rate(record, case(4096 // n, n))) for n in (256, 512, 1024, 2048, 4096)]
+    found["rows of a step"] = [(n, rate(record, case(n, 1024))) for n in (1, 2, 4, 8)]
+    found["layers of the model"] = [(n, rate(record, case(2, 1024), layers=n)) for n in (2, 4, 8, 16)]
+    found["documents of a row of 2,048"] = [
+        (n, rate(record, case(2, 2048), [[10, 2048 // n - 60]] * (n * 10))) for n in (2, 4, 8, 16)
+    ]
+    record["curves"] = found
+    print("\n".join(curves_table(record)))
+
+
+def curves_table(record: dict[str, Any]) -> list[str]:
+    """Return the table of the curves."""
+    lines = ["| over | tokens per CPU second | slope |", "|---|---|---|"]
+    for name, points in record["curves"].items():
+        shown = ", ".join(f"{x:,}: {y:,.0f}" for x, y in points)
+        lines.append(f"| {name} | {shown} | {slope(points):+.2f} |")
+    return lines
