@@ -75,9 +75,10 @@ def attend(
     bounds, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     if bounds is None:
         bounds, longest = _given_bounds(query, options.get("position_ids"))
-    if device != "cpu":
+    is_even = query.shape[-1] == value.shape[-1]
+    if device != "cpu" and is_even and query.shape[-1] <= MAX_HEAD_SIZE:
         return _on_gpu(query, key, value, (bounds, longest or query.shape[2]), (window, scale)), None
-    if dropout or query.shape[-1] != value.shape[-1]:
+    if device != "cpu" or dropout or not is_even:
         return _composed(query, key, value, bounds, (window, scale, dropout)), None
     return torch.ops.gearbox.attend_documents(query, key, value, bounds, window, scale)[0], None
 
@@ -114,14 +115,17 @@ def _composed(
     bounds: torch.Tensor,
     settings: tuple[int, float, float],
 ) -> torch.Tensor:
-    """Return the output by torch's sdpa on each document, for what the CPU's flash kernel cannot do, [B, T, H, V]."""
+    """Return the output by torch's sdpa on each document, for what the kernels cannot do, [B, T, H, V].
+
+    A GPU waits here for the lengths of the documents.
+    """
     window, scale, dropout = settings
     lengths = bounds.diff().tolist()
     parts = [torch.split(tensor.transpose(0, 1).flatten(1, 2)[None], lengths, 2) for tensor in (query, key, value)]
     outputs = []
     for q, k, v in zip(*parts, strict=True):  # [1, H, tokens, E], [1, K, tokens, E], [1, K, tokens, V]
         masked = bool(window) and q.shape[2] > window
-        mask = _window_mask(q.shape[2], window, q.dtype) if masked else None
+        mask = _window_mask(q.shape[2], window, q.dtype).to(q.device) if masked else None
         outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout, not masked, scale=scale, enable_gqa=True))
     return torch.cat(outputs, 2).view(query.shape[1], query.shape[0], query.shape[2], -1).permute(1, 2, 0, 3)
 
