@@ -207,9 +207,8 @@ def packing_leak(
     return (losses[0] - losses[1]).abs().max()
 
 
-def measure_packing_leak(engine: Engine, rows: PackedRows, num_tokens: int) -> float:
-    """Return the largest packing leak over all ranks, for a batch with the shape used in training."""
-    batch = rows.batch(fullest_rows(rows, engine.job.batch.micro_rows))
+def measure_packing_leak(engine: Engine, batch: dict[str, torch.Tensor], num_tokens: int) -> float:
+    """Return the largest packing leak over all ranks, for a packed batch with the shape used in training."""
     on_device = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     with _refused(without_adapter(engine.unwrapped).config.model_type):
         leak = packing_leak(engine.model, on_device, num_tokens, engine.local_tokens)

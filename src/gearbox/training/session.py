@@ -15,6 +15,7 @@ from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
 from gearbox.data import corpus, splits
+from gearbox.data.batches import Batch, PackedRows, fullest_rows
 from gearbox.data.corpus import MappedCorpus
 from gearbox.data.splits import Leakage, TrainingRows
 from gearbox.distributed import engine as engines
@@ -32,6 +33,7 @@ from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
 from gearbox.training import resume, run_folder
+from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run
 
 # Largest relative difference between our loss and the model's own loss, by precision.
@@ -166,7 +168,7 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
     """Return the rows to train: packed, or one document per row if packed documents leak into each other."""
     rows = data.rows
     if rows.training.packing:
-        change = probes.measure_packing_leak(engine, rows.training, len(data.tokenizer))
+        change = probes.measure_packing_leak(engine, _packed_batch(engine, rows.training), len(data.tokenizer))
         leakage = Leakage(change, LEAK_TOLERANCE[engines.precision(engine.job.gear)])
         if not leakage.is_isolated:
             recipe = engine.job.recipe
@@ -175,6 +177,13 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
     else:
         probes.check_row(engine, rows.training)
     return rows
+
+
+def _packed_batch(engine: Engine, rows: PackedRows) -> Batch:
+    """Return the fullest rows as training computes them: a pass of at least two documents if it divides them."""
+    batch = rows.batch(fullest_rows(rows, engine.job.batch.micro_rows))
+    passes = [one for one in passes_of(engine, batch) if one["chunk_ids"][0, 0] != one["chunk_ids"][0, -1]]
+    return passes[0] if passes else batch
 
 
 def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, facts: EngineFacts) -> Plan:
