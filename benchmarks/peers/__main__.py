@@ -6,9 +6,9 @@ python benchmarks/peers --write          write the tables and pictures from the 
 
 python benchmarks/peers --profile        print where the time of a LoRA step of SmolLM2-135M goes
 
-python benchmarks/peers --curves         measure Gearbox alone over row length, size, ranks, rows and documents
+python benchmarks/peers --curves         measure only Gearbox, over row length, size, ranks, rows and documents
 
-A stopped run goes on where it stopped; --fresh forgets the samples. The first run makes an environment for each peer.
+A stopped run continues where it stopped; --fresh forgets the samples. The first run makes an environment for each peer.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def install(environment: str) -> str:
     """Install an environment unless it is complete. Return what failed, or an empty text.
 
     Torch comes first, so that no package brings another build of it. The files of REQUIREMENTS are complete, and are
-    installed without dependencies, because some peers demand packages that they do not need here and that need CUDA.
+    installed without dependencies: some peers demand packages that need CUDA, and that they do not use here.
     """
     if not environment or (FOLDER / environment / "complete").is_file():
         return ""

@@ -1,10 +1,13 @@
-"""Measure Gearbox alone: where the time of a step goes, and how the rate grows with rows, sizes and ranks."""
+"""Measure only Gearbox: where the time of a step goes, and how the rate grows with rows, sizes and ranks."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,29 @@ def rate(record: dict[str, Any], case: Case, chats: list[list[int]] | None = Non
     return figures.figures({**found, "matmul_rate": 1.0}, 0)["cpu_rate"]
 
 
+def rate_of_ranks(num_ranks: int) -> float:
+    """Return the tokens per second of a run of the gear ddp, each rank with one thread."""
+    from peers import __main__ as bench
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = {
+            "model": {"name": str(bench.MATERIAL / "llama-10m")}, "data": {"path": str(bench.MATERIAL / "chats.jsonl")},
+            "batch": {"rows": 4, "row_tokens": 1024}, "optim": {"lr": 1e-4}, "train": {"steps": 6},
+            "eval": {"fraction": 0, "samples": 0}, "save": {"every": 0}, "run": {"dir": folder, "name": "run"},
+        }  # fmt: skip
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(json.dumps(recipe), encoding="utf-8")
+        gear = str(bench.ROOT / "accelerate_configs" / "ddp.yaml")
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", gear]
+        script = str(bench.ROOT / "src" / "train.py")
+        variables = os.environ | bench.VARIABLES | {"PYTHONPATH": str(bench.ROOT / "src")}
+        command = [*launch, "--num_processes", str(num_ranks), script, str(path)]
+        subprocess.run(command, env=variables, check=True, capture_output=True)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first, *_, last = (line for line in map(json.loads, lines) if "tokens_supervised" in line)
+    return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
+
+
 def curves(record: dict[str, Any]) -> None:
     """Measure the curves with the small Llama, and keep them in the record."""
     small = {"model": "llama-10m", "method": "full", "supervise": "all", "steps": 4, "steps_unpacked": 4}
@@ -99,6 +125,7 @@ def curves(record: dict[str, Any]) -> None:
     found["documents of a row of 2,048"] = [
         (n, rate(record, case(2, 2048), [[10, 2048 // n - 60]] * (n * 10))) for n in (2, 4, 8, 16)
     ]
+    found["ranks of ddp, tokens per second"] = [(n, rate_of_ranks(n)) for n in (1, 2)]
     record["curves"] = found
     print("\n".join(curves_table(record)))
 

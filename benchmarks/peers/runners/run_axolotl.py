@@ -20,7 +20,7 @@ def main() -> None:
                 "ds_type": "json",
                 "type": "chat_template",
                 "field_messages": "messages",
-                "roles_to_train": ["assistant"],
+                "roles_to_train": ["system", "user", "assistant"] if settings["supervise"] == "all" else ["assistant"],
             }
         ],
         "train_on_inputs": settings["supervise"] == "all",
