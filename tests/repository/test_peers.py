@@ -1,4 +1,4 @@
-"""The comparison with other trainers computes its ratios, slopes and tables as it says."""
+"""The comparison with other trainers computes its ratios, slopes and tables correctly."""
 
 import sys
 

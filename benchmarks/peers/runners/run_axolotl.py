@@ -45,6 +45,8 @@ def main() -> None:
     }
     if settings["method"] == "lora":
         keys |= {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target_linear": True}
+        if not settings["bf16"]:  # its kernels for LoRA need CUDA, and are on by default
+            keys |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)
     path = scratch / "train.yaml"
     path.write_text(json.dumps(keys), encoding="utf-8")  # JSON is YAML, too
     do_cli(str(path))

@@ -48,7 +48,7 @@ if "profile" in settings:
         if len(probe.steps) == settings["steps"] - 1:
             profiler.start()
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(profile_last)
+    probe.register_optimizer_step_post_hook(profile_last)
 if "layers" in settings:
     settings["model"] = str(smaller_or_larger(Path(settings["model"]), settings["layers"]))
     settings["model_keys"] = {"init": "random"}
