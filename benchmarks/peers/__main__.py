@@ -131,7 +131,8 @@ def measure(record: figures.Record, options: argparse.Namespace, cases: dict[str
         for case_name, case in cases.items():
             rate = 0.0
             for name in systems:
-                if (name, case_name, number) in have:
+                only_gearbox = case.method == "qlora" and name != "gearbox"  # compared with its own LoRA
+                if only_gearbox or (name, case_name, number) in have:
                     continue
                 rate = rate or matmul_rate(case.model, options.gpu)
                 if failed[name]:

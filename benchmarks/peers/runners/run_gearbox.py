@@ -49,6 +49,8 @@ if "profile" in settings:
             profiler.start()
 
     probe.register_optimizer_step_post_hook(profile_last)
+if settings["method"] == "qlora":
+    settings["model_keys"] = {"quantize": "nf4"}
 if "layers" in settings:
     settings["model"] = str(smaller_or_larger(Path(settings["model"]), settings["layers"]))
     settings["model_keys"] = {"init": "random"}
