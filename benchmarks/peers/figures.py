@@ -41,7 +41,8 @@ def figures(sample: Sample, flops: float) -> dict[str, float]:
     tokens = sum(step["real_tokens"] for step in later)
     cpu, wall = later[-1]["cpu"] - first["cpu"], later[-1]["wall"] - first["wall"]
     on_gpu = bool(sample["device_bytes"])
-    share = sum(step["targets"] for step in later) / tokens
+    counted = [step for step in sample["steps"] if step["targets"]]  # Gearbox ends before it logs the last step
+    share = sum(step["targets"] for step in counted) / max(1, sum(step["real_tokens"] for step in counted))
     return {
         "cpu_rate": tokens / cpu,
         "wall_rate": tokens / wall,
