@@ -15,31 +15,31 @@ from typing import Any
 from peers import figures
 from peers.cases import CASES, Case
 
-GROUPS = {  # the first group whose words are in the name of an operator takes its time
-    "optimizer": ("optimizer", "adam", "_foreach", "_fused"),
-    "head and loss": ("log_softmax", "cross_entropy", "nll_loss", "logsumexp"),
-    "attention": ("attention", "sdpa", "flash"),
-    "matrix products": ("mm", "linear", "matmul", "bmm"),
-    "embedding": ("embedding",),
-    "pointwise": ("add", "mul", "sub", "div", "silu", "rsqrt", "pow", "mean", "neg", "cat", "sigmoid", "exp", "sum"),
-    "copies": ("copy", "clone", "contiguous", "to", "fill", "zero", "empty"),
-}
+CALLERS = {"optimizer": "Optimizer.step", "head and loss": "_CrossEntropySum", "attention": "attend"}
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul")
+VIEWS = ("detach", "view", "t", "transpose", "as_strided", "slice", "select", "reshape", "unsqueeze", "empty", "expand")
 
 
-def group_of(operator: str) -> str:
-    """Return the group of an operator's name, such as aten::mm."""
-    name = operator.lower().removeprefix("aten::")
-    for group, words in GROUPS.items():
-        if any(word in name for word in words):
+def group_of(path: str) -> str:
+    """Return the group of an operator, given its name and those of its callers, outward, as in aten::mm<aten::linear.
+
+    An operator belongs to the caller that asked for it: the head's matrix products are the head's.
+    """
+    names = path.split("<")
+    for group, word in CALLERS.items():
+        if any(word in name for name in names):
             return group
-    return "rest"
+    space, _, name = names[0].partition("::")
+    if name in PRODUCTS:
+        return "matrix products of the layers"
+    return "norms, activations, copies" if space == "aten" and name.split(".")[0] not in VIEWS else "rest"
 
 
 def shares(times: dict[str, float]) -> dict[str, float]:
     """Return each group's share of the time that operators take themselves, largest first."""
     found: dict[str, float] = {}
-    for operator, seconds in times.items():
-        found[group_of(operator)] = found.get(group_of(operator), 0.0) + seconds
+    for path, seconds in times.items():
+        found[group_of(path)] = found.get(group_of(path), 0.0) + seconds
     total = sum(found.values())
     return {name: found[name] / total for name in sorted(found, key=lambda name: -found[name])}
 

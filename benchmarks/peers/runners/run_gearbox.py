@@ -34,7 +34,13 @@ def end_run(steps: list[dict[str, float]]) -> None:
     """Complete the steps, and write the times of the operators of the last step if they are asked for."""
     if "profile" in settings:
         profiler.stop()
-        times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+        times: dict[str, float] = {}
+        for event in profiler.events():
+            path = event.name
+            caller = event.cpu_parent
+            while caller is not None:
+                path, caller = f"{path}<{caller.name}", caller.cpu_parent
+            times[path] = times.get(path, 0.0) + event.self_cpu_time_total
         Path(settings["profile"]).write_text(json.dumps(times), encoding="utf-8")
     add_losses(steps)
 
