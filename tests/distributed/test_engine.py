@@ -8,7 +8,9 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.gear import Gear
-from gearbox.distributed import engine, sequence_parallel, unwrap
+from gearbox.distributed import engine, unwrap
+from gearbox.kernels import attention
+from gearbox.model import probes
 from support.faults import patch_step
 from support.ranks import fork_ranks
 
@@ -42,10 +44,12 @@ def _gradient(parameter):
 
 
 def test_under_ulysses_packed_documents_are_isolated_by_the_positions(train, monkeypatch):
-    """Documents leak into each other without Gearbox's mask. The probe at startup detects it, in training mode."""
+    """Documents leak into each other if the positions are not read. The probe detects it, in training mode."""
+    usual = attention._given_bounds
     isolated = train("ulysses", ranks=2)
     assert "documents do not affect each other (largest loss change 0)\n" in isolated.output, isolated.output
-    monkeypatch.setattr(sequence_parallel, "isolate_documents", lambda model: None)
+    monkeypatch.setattr(attention, "_given_bounds", lambda query, positions: usual(query, None))
+    monkeypatch.setattr(probes, "document_arguments", lambda *_: {"positions"})  # which would notice it first
     assert "packing is off, one document per row" in train("ulysses", ranks=2).output
 
 

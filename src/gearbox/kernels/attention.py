@@ -61,16 +61,8 @@ def attend(
     if attention_mask is not None or not is_causal or query.shape[2] != key.shape[2]:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return out, None
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"{DOCUMENTS} attention has no {unknown[0]}")
-    window = options.get("sliding_window") or 0
-    window = 0 if window >= query.shape[2] else window
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    dropout = options.get("dropout", 0.0)
-    device = query.device.type
-    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else value.dtype  # as torch's sdpa does
+    window, scale, dropout = _settings(query, options)
+    dtype, device = _compute_dtype(value), query.device.type
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bounds, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     if bounds is None:
@@ -81,6 +73,23 @@ def attend(
     if device != "cpu" or dropout or not is_even:
         return _composed(query, key, value, bounds, (window, scale, dropout)), None
     return torch.ops.gearbox.attend_documents(query, key, value, bounds, window, scale)[0], None
+
+
+def _settings(query: torch.Tensor, options: dict[str, Any]) -> tuple[int, float, float]:
+    """Return the sliding window (0 for none), the scale of the scores and the dropout that a layer asks for."""
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"{DOCUMENTS} attention has no {unknown[0]}")
+    window = options.get("sliding_window") or 0
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    return 0 if window >= query.shape[2] else window, scale, options.get("dropout", 0.0)
+
+
+def _compute_dtype(value: torch.Tensor) -> torch.dtype:
+    """Return the dtype that torch's sdpa would compute in: that of autocast, if it is on."""
+    device = value.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else value.dtype
 
 
 def _given_bounds(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:

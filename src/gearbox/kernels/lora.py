@@ -33,7 +33,10 @@ _LIBRARY.impl("lora", _lora, "CompositeExplicitAutograd")
 
 
 class _Lora(torch.autograd.Function):
-    """LoRA on a frozen layer: on its weight and bias, or on its output where the weight is not a plain matrix."""
+    """LoRA on a frozen layer: on its weight and bias, or on its output where the weight is not a plain matrix.
+
+    The output has a row for each token: [tokens, features].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, base: Frozen | torch.Tensor, *adapter: Any) -> torch.Tensor:  # noqa: ANN401
@@ -48,14 +51,13 @@ class _Lora(torch.autograd.Function):
         origin = origin_of(x)
         ctx.compute, ctx.scaling, ctx.shape, ctx.dtype = origin.compute, scaling, x.shape, x.dtype
         ctx.save_for_backward(weight, a, b, low, *origin.inputs)
-        return y.view(*x.shape[:-1], -1)
+        return y  # not a view, so that a layer may change it in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, rows_dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         weight, a, b, low, *inputs = ctx.saved_tensors
         needs_x, needs_base, needs_a, needs_b, _ = ctx.needs_input_grad
-        rows_dy = dy.flatten(0, -2)
         dx = da = db = None
         dlow = (rows_dy @ b).mul_(ctx.scaling)
         if needs_a:
@@ -65,7 +67,8 @@ class _Lora(torch.autograd.Function):
         if needs_x:
             dx = dlow @ a if weight is None else (rows_dy @ weight).addmm_(dlow, a)
             dx = dx.view(ctx.shape).to(ctx.dtype)
-        return dx, dy if needs_base else None, da, db, None
+        dbase = rows_dy.view(*ctx.shape[:-1], -1) if needs_base else None
+        return dx, dbase, da, db, None
 
 
 class _Linear(torch.autograd.Function):
@@ -117,7 +120,7 @@ def lora_forward(layer: LoraLayer, x: torch.Tensor, *arguments: Any, **options: 
     else:
         base = plain(x)
     a, b = (part[name].weight.to(dtype) for part in (layer.lora_A, layer.lora_B))
-    return apply(_Lora, x, base, a, b, layer.scaling[name])
+    return apply(_Lora, x, base, a, b, layer.scaling[name]).view(*x.shape[:-1], -1)
 
 
 def lean_adapter(layer: LoraLayer) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 if TYPE_CHECKING:
     from peft import PeftModel
 
+PLACES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""The arguments of a decoder that place tokens in documents."""
 PairOfTensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -93,12 +95,14 @@ def _forward_with_loss(
         positions = cast("torch.Tensor | None", inputs.get("position_ids"))
         if uses_flash and positions is not None:  # with flash, transformers detects packed rows only at batch size 1
             input_ids, inputs["position_ids"] = input_ids.view(1, -1), positions.view(1, -1)
-        options = {"output_router_logits": True} if self.router_weight and torch.is_grad_enabled() else {}
+        options: dict[str, Any] = {name: inputs[name] for name in PLACES if inputs.get(name) is not None}
+        balances = self.router_weight and torch.is_grad_enabled()
+        options |= {"output_router_logits": True} if balances else {}
         if self.loss_path.own_logits and labels is not None:
-            decoded = usual_forward(input_ids=input_ids, **inputs, **options)
+            decoded = usual_forward(input_ids=input_ids, **options)
             result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten())
         else:
-            decoded = decoder(input_ids=input_ids, use_cache=False, **inputs, **options)
+            decoded = decoder(input_ids=input_ids, use_cache=False, **options)
             if head is None or labels is None:
                 return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
             result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets)
@@ -106,7 +110,7 @@ def _forward_with_loss(
             losses, hits = result
             return losses.view(shape), hits.view(shape)
         loss = cast(torch.Tensor, result)
-        if options and len(decoded.router_logits):
+        if balances and len(decoded.router_logits):
             num_chosen = self.config.get_text_config().num_experts_per_tok
             imbalance = load_balance_loss(decoded.router_logits, labels, num_chosen)
             self.router_sum = self.router_sum + imbalance.detach()
