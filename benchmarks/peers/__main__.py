@@ -32,7 +32,7 @@ from peers import environments, figures  # noqa: E402
 from peers.cases import CASES, CHATS, GPU_CASES, SYSTEMS, Case  # noqa: E402
 
 MATERIAL = environments.FOLDER / "material"
-RECORD = ROOT / "docs" / "pictures" / "peers.json"
+RECORD = ROOT / "benchmarks" / "peers" / "samples.json"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- made by make bench -->", "<!-- end -->"
 SECONDS = 900  # that a system may take
@@ -71,7 +71,7 @@ def prepare(record: figures.Record, cases: dict[str, Case], file: Path | None) -
     name = file.name if file else "made up"
     chats = {**json.loads((MATERIAL / "chats.json").read_text(encoding="utf-8")), "file": name}
     if record.get("chats", chats) != chats:
-        sys.exit("docs/pictures/peers.json: its samples are of other chats; run again with --fresh")
+        sys.exit("benchmarks/peers/samples.json: its samples are of other chats; run again with --fresh")
     record |= {"chats": chats, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 

@@ -338,7 +338,7 @@ class Perf(Group):
     and full fine-tuning."""
     pass_tokens: PositiveInt | None = None
     """Tokens of packed documents in one forward and backward pass: a row is divided between documents, and needs less
-    memory. `null` is 256 on a CPU, and complete rows on a GPU."""
+    memory. `null` is 256 for adapters on a CPU, else complete rows."""
     ddp_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends DDP's gradients in half the bytes, rounded."""
 

@@ -94,8 +94,9 @@ def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
     Other engines send weights or gradients in each pass, and a router balances the tokens of a whole row.
     """
     recipe, is_plain = engine.job.recipe, engine.job.gear.engine in ("single", "ddp")
-    default = CPU_PASS_TOKENS if engine.device.type == "cpu" and not recipe.perf.compile else None
-    limit = recipe.perf.pass_tokens or default
+    adds_little = recipe.adapter.method != "none"  # a pass adds its gradients of all trained weights
+    by_default = engine.device.type == "cpu" and adds_little and not recipe.perf.compile
+    limit = recipe.perf.pass_tokens or (CPU_PASS_TOKENS if by_default else None)
     if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
         return [micro_batch]
     return batches.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
