@@ -18,6 +18,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from gearbox.kernels.lora import autocast_dtype
+
 DOCUMENTS = "documents"
 """The name of this attention in transformers and in model.attention."""
 MAX_HEAD_SIZE = 256  # of the GPU's kernel
@@ -62,7 +64,7 @@ def attend(
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return out, None
     window, scale, dropout = _settings(query, options)
-    dtype, device = _compute_dtype(value), query.device.type
+    dtype, device = autocast_dtype(value) or value.dtype, query.device.type
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     bounds, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     if bounds is None:
@@ -83,13 +85,6 @@ def _settings(query: torch.Tensor, options: dict[str, Any]) -> tuple[int, float,
     window = options.get("sliding_window") or 0
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     return 0 if window >= query.shape[2] else window, scale, options.get("dropout", 0.0)
-
-
-def _compute_dtype(value: torch.Tensor) -> torch.dtype:
-    """Return the dtype that torch's sdpa would compute in: that of autocast, if it is on."""
-    device = value.device.type
-    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_cast else value.dtype
 
 
 def _given_bounds(query: torch.Tensor, position_ids: torch.Tensor | None) -> tuple[torch.Tensor, int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gearbox.kernels.lora import autocast_dtype
+
 NUM_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 """Logits of a chunk by type of device: 64 MiB and 256 MiB in fp32. More would not be faster."""
 
@@ -42,8 +44,7 @@ class _CrossEntropySum(torch.autograd.Function):
         scale: float,
         cap: float | None,
     ) -> torch.Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        dtype = autocast_dtype(hidden) or hidden.dtype
         states, rows = hidden.to(dtype), weight.to(dtype)
         of_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -148,6 +148,11 @@ def _is_plain(linear: nn.Module) -> bool:
 
 def _compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype | None:
     """Return the dtype of the product of an input and a weight, or None if it is not defined."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype if x.dtype == weight.dtype else None
+    return autocast_dtype(x) or (x.dtype if x.dtype == weight.dtype else None)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast computes on a tensor's device, or None if it is off."""
+    kind = tensor.device.type
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
