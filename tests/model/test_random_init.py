@@ -72,6 +72,13 @@ def test_a_family_that_cannot_be_shrunk_is_refused(monkeypatch):
         random_init.shrink_config(transformers.LlamaConfig(), TOKENIZER)
 
 
+@pytest.mark.parametrize(("heads", "keys", "narrow"), [(3, 3, (2, 2)), (3, 1, (2, 1)), (9, 3, (4, 1)), (32, 32, (4, 4))])
+def test_a_narrow_model_has_heads_that_divide_its_width(heads, keys, narrow):
+    config = transformers.LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=keys)
+    small = random_init.shrink_config(config, TOKENIZER)
+    assert (small.num_attention_heads, small.num_key_value_heads) == narrow
+
+
 def test_a_rehearsal_of_a_quantized_model_is_not_quantized():
     config = transformers.GptOssConfig(quantization_config={"quant_method": "mxfp4"})
     assert not hasattr(random_init.shrink_config(config, TOKENIZER), "quantization_config")

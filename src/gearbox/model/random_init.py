@@ -243,7 +243,9 @@ class _Shrinker:
             small = max(1, HEADS * value // self.query_heads(key, value))
         else:
             small = next((size for pattern, size in SIZES if pattern.fullmatch(key)), value)
-        return min(value, small)
+        small = min(value, small)
+        is_count = key.endswith(("heads", "n_head")) and small
+        return 2 ** (small.bit_length() - 1) if is_count else small  # 3 heads would not divide WIDTH
 
     def rotation(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return rotary settings with shorter lists: they have a number for every rotated pair of a head."""
