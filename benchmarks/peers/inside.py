@@ -123,7 +123,7 @@ def curves(record: dict[str, Any]) -> None:
     found["rows of a step"] = [(n, rate(record, case(n, 1024))) for n in (1, 2, 4, 8)]
     found["layers of the model"] = [(n, rate(record, case(2, 1024), layers=n)) for n in (2, 4, 8, 16)]
     found["documents of a row of 2,048"] = [
-        (n, rate(record, case(2, 2048), [[10, 2048 // n - 60]] * (n * 10))) for n in (2, 4, 8, 16)
+        (n, rate(record, case(2, 2048), [[10, 2048 // n - 60]] * (n * 10))) for n in (2, 4, 8, 16, 32)
     ]
     found["ranks of ddp, tokens per second"] = [(n, rate_of_ranks(n)) for n in (1, 2)]
     record["curves"] = found

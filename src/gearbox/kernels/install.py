@@ -20,23 +20,28 @@ from gearbox.kernels.pointwise import ACTIVATIONS, NORM_STYLES, gated_forward, n
 
 Forward = Callable[..., torch.Tensor]
 WIDTH = 8  # features of the small copies
+KIND = "gearbox_kernel"  # the attribute of a layer that says which kind of forward it has
 
 
-def install_kernels(model: Any) -> str:  # noqa: ANN401
-    """Replace the forward of the layers that are known, and return how many there are of each kind.
+def install_kernels(model: Any) -> None:  # noqa: ANN401
+    """Replace the forward of the layers that are known.
 
     Call this after adapters are attached and before an engine wraps the model.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    counts: Counter[str] = Counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, module in model.named_modules():
             is_inside = ".lora_" in name  # LoRA's own matrices
             if module is not head and not is_inside and (found := _leaner(module)) is not None:
-                counts[found[0]] += 1
+                vars(module)[KIND] = found[0]
                 module.forward = MethodType(found[1], module)
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+
+
+def installed_kernels(model: nn.Module) -> str:
+    """Return how many layers of each kind have our forward."""
+    counts = Counter(vars(module)[KIND] for module in model.modules() if KIND in vars(module))
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
 
 def _leaner(module: nn.Module) -> tuple[str, Forward] | None:

@@ -25,6 +25,7 @@ from gearbox.distributed.process_group import ProcessGroup
 from gearbox.distributed.unwrap import without_adapter
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
+from gearbox.kernels.install import installed_kernels
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
@@ -124,6 +125,8 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     arguments = probes.document_arguments(config, tokenizer)
     by_document = "positions" in arguments and engines.attends_by_document(gear)
     attention = loading.attention_of(config, recipe.model.attention, by_document)
+    if recipe.model.attention == "auto" and engines.attends_by_document(gear) and not by_document:
+        world.screen.print(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
@@ -158,6 +161,8 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     verification.check_finite(engine.unwrapped, engine.world)
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
     facts.lines["attention"] = str(without_adapter(engine.unwrapped).config._attn_implementation)
+    if job.recipe.perf.kernels == "auto":
+        facts.lines["kernels"] = installed_kernels(engine.unwrapped)
     path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
     if path:
         facts.lines["loss"] = path
