@@ -82,7 +82,7 @@ def matmul_rate(model: str, gpu: bool) -> float:
     return float(done.stdout)
 
 
-def sample(name: str, case: Case, chats: dict[str, Any], gpu: bool, **extra: Any) -> figures.Sample:
+def sample(name: str, case: Case, pad_token: int, gpu: bool, **extra: Any) -> figures.Sample:
     """Run a system once in its own process, and return what its probe noted, or the error."""
     system = SYSTEMS[name]
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,7 +92,7 @@ def sample(name: str, case: Case, chats: dict[str, Any], gpu: bool, **extra: Any
             "chats": str(MATERIAL / "chats.jsonl"), "row_tokens": case.row_tokens, "micro_rows": 1, "lr": case.lr,
             "rows": case.rows if system.packs else CHATS, "steps": case.steps if system.packs else case.steps_unpacked,
             "method": case.method, "supervise": case.supervise, "bf16": gpu, "scratch": scratch,
-            "result": f"{scratch}/result.json", "pad_token": chats["pad_token"], **extra,
+            "result": f"{scratch}/result.json", "pad_token": pad_token, **extra,
         }  # fmt: skip
         path = Path(scratch) / "settings.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
@@ -138,7 +138,7 @@ def measure(record: figures.Record, options: argparse.Namespace, cases: dict[str
                 if failed[name]:
                     found = {"error": f"cannot be installed: {failed[name]}"}
                 else:
-                    found = sample(name, case, record["chats"], options.gpu)
+                    found = sample(name, case, record["chats"]["pad_token"], options.gpu)
                 key = {"system": name, "case": case_name, "round": number, "load": os.getloadavg()[0]}
                 kept = [
                     s for s in record["samples"] if (s["system"], s["case"], s["round"]) != (name, case_name, number)

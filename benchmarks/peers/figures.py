@@ -41,7 +41,7 @@ def figures(sample: Sample, flops: float) -> dict[str, float]:
     tokens = sum(step["real_tokens"] for step in later)
     cpu, wall = later[-1]["cpu"] - first["cpu"], later[-1]["wall"] - first["wall"]
     on_gpu = bool(sample["device_bytes"])
-    counted = [step for step in sample["steps"] if step["targets"]]  # Gearbox ends before it logs the last step
+    counted = [step for step in later if step["targets"]]  # Gearbox ends before it logs the last step
     share = sum(step["targets"] for step in counted) / max(1, sum(step["real_tokens"] for step in counted))
     return {
         "cpu_rate": tokens / cpu,
@@ -74,7 +74,7 @@ def supervised_share(record: Record, case_name: str) -> float:
         step
         for sample in record["samples"]
         if sample["case"] == case_name
-        for step in sample.get("steps", ())
+        for step in sample.get("steps", ())[1:]  # Gearbox also tries a narrow model before the first one ends
         if step["targets"]
     ]
     return sum(step["targets"] for step in steps) / max(1, sum(step["real_tokens"] for step in steps))
@@ -134,10 +134,10 @@ def checks(record: Record, case_name: str) -> list[str]:
 
 def page(record: Record) -> str:
     """Return the part of docs/performance.md between its markers."""
-    machine = record["machine"]
+    machine, count = record["machine"], rounds(record)
     parts = [
         f"Measured on {record['date']} on {machine['cpu']}, {machine['cores']} cores, one thread for each system, "
-        f"load {machine['load']:.1f} at the start; {rounds(record)} rounds in turns. ",
+        f"load {machine['load']:.1f} at the start; {count} round{'s' * (count > 1)} in turns. ",
         f"The chats are {record['chats']['file']}: {record['chats']['chats']} of "
         f"{record['chats']['mean_tokens']:.0f} tokens on average.",
         "",

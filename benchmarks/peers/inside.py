@@ -50,7 +50,7 @@ def profile(record: dict[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        found = bench.sample("gearbox", CASES["135m-lora"], record["chats"], gpu=False, profile=str(path))
+        found = bench.sample("gearbox", CASES["135m-lora"], record["chats"]["pad_token"], gpu=False, profile=str(path))
         if "error" in found:
             raise RuntimeError(found["error"])
         record["profile"] = shares(json.loads(path.read_text(encoding="utf-8")))
@@ -82,7 +82,7 @@ def rate(record: dict[str, Any], case: Case, chats: list[list[int]] | None = Non
                      for chat in chats]  # fmt: skip
             path.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns), encoding="utf-8")
             extra["chats"] = str(path)
-        found = bench.sample("gearbox", case, record["chats"], gpu=False, **extra)
+        found = bench.sample("gearbox", case, record["chats"]["pad_token"], gpu=False, **extra)
     if "error" in found:
         raise RuntimeError(found["error"])
     return figures.figures({**found, "matmul_rate": 1.0}, 0)["cpu_rate"]
@@ -94,7 +94,8 @@ def rate_of_ranks(num_ranks: int) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = {
-            "model": {"name": str(bench.MATERIAL / "llama-10m")}, "data": {"path": str(bench.MATERIAL / "chats.jsonl")},
+            "model": {"name": str(bench.MATERIAL / "llama-10m")},
+            "data": {"path": str(bench.MATERIAL / "chats.jsonl"), "supervise": "all"},
             "batch": {"rows": 4, "row_tokens": 1024}, "optim": {"lr": 1e-4}, "train": {"steps": 6},
             "eval": {"fraction": 0, "samples": 0}, "save": {"every": 0}, "run": {"dir": folder, "name": "run"},
         }  # fmt: skip
