@@ -18,12 +18,12 @@ Example:
 
 from __future__ import annotations
 
-import os
 import shutil
 from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
+from gearbox import processes
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
@@ -32,7 +32,6 @@ from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli, outcome, supervisor
 
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 LARGE = ("checkpoints", "model", "base")  # subfolders of a run, deleted after the comparison
 
 
@@ -99,10 +98,7 @@ def read_arguments(arguments: list[str]) -> Namespace:
 
 def default_gears() -> str:
     """Return each engine on two ranks, or on one rank if the machine has one GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
-    num_gpus = len([gpu for gpu in gpus if gpu not in ("", "-1")])
-    return "single,fsdp:1,zero1:1,zero3:1" if num_gpus == 1 else "single,ddp:2,fsdp:2,zero3:2"
+    return "single,fsdp:1,zero1:1,zero3:1" if processes.num_visible_gpus() == 1 else "single,ddp:2,fsdp:2,zero3:2"
 
 
 def load_gears(names: list[str]) -> list[Gear]:
@@ -166,6 +162,8 @@ def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
         problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
     if recipe.perf.ddp_compression != "none":
         problems.append("perf.ddp_compression: bf16 rounds the gradients under DDP; compare with none")
+    if recipe.perf.float8:
+        problems.append("perf.float8: rounds to 8 bits, and not every gear can; compare with false")
     if problems:
         raise UserError("\n".join(f"{recipe_path}: {problem}" for problem in problems))
 

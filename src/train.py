@@ -49,7 +49,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         run.restore(engine)  # from the newest complete checkpoint, if there is one
         facts = session.check_engine(engine, data)  # stops if the running setup differs from the requested one
         rows = session.choose_rows(engine, data)
-        engine.warm_up(rows.training.batch([None] * job.batch.micro_rows))  # so that a resumed run equals it in bits
+        engine.warm_up(rows.training)
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
         questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)

@@ -8,12 +8,14 @@ python benchmarks/peers --profile        print where the time of a LoRA step of 
 
 python benchmarks/peers --curves         measure only Gearbox, over row length, size, ranks, rows and documents
 
-A stopped run continues where it stopped; --fresh forgets the samples. The first run makes an environment for each peer.
+A stopped run continues where it stopped; --fresh forgets the samples of the chosen cases and systems. The first run
+makes an environment for each peer. All is kept in .peers/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -32,7 +34,8 @@ from peers import environments, figures  # noqa: E402
 from peers.cases import CASES, CHATS, GPU_CASES, SYSTEMS, Case  # noqa: E402
 
 MATERIAL = environments.FOLDER / "material"
-RECORD = ROOT / "benchmarks" / "peers" / "samples.json"
+RECORD = environments.FOLDER / "samples.json"  # of this machine; publishing copies it to PUBLISHED
+PUBLISHED = ROOT / "benchmarks" / "peers" / "samples.json"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- made by make bench -->", "<!-- end -->"
 SECONDS = 900  # that a system may take
@@ -52,14 +55,20 @@ def write(record: figures.Record) -> None:
     """Write the record, one line for each sample."""
     rest = {key: value for key, value in record.items() if key != "samples"}
     lines = ",\n".join(json.dumps(sample) for sample in record["samples"])
-    RECORD.write_text(f'{json.dumps(rest)[:-1]},\n"samples": [\n{lines}\n]}}\n', encoding="utf-8")
+    partial = RECORD.with_suffix(".partial")
+    partial.write_text(f'{json.dumps(rest)[:-1]},\n"samples": [\n{lines}\n]}}\n', encoding="utf-8")
+    partial.replace(RECORD)
 
 
 def machine() -> dict[str, Any]:
     """Return what the figures depend on."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+    found = {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+    if shutil.which("nvidia-smi"):
+        names = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        found["gpu"] = names.partition(": ")[2].partition(" (UUID")[0]
+    return found
 
 
 def prepare(record: figures.Record, cases: dict[str, Case], file: Path | None) -> None:
@@ -71,8 +80,11 @@ def prepare(record: figures.Record, cases: dict[str, Case], file: Path | None) -
     name = file.name if file else "made up"
     chats = {**json.loads((MATERIAL / "chats.json").read_text(encoding="utf-8")), "file": name}
     if record.get("chats", chats) != chats:
-        sys.exit("benchmarks/peers/samples.json: its samples are of other chats; run again with --fresh")
-    record |= {"chats": chats, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+        sys.exit(f"{RECORD}: its samples are of other chats; run again with --fresh")
+    here = machine()
+    if any(record.get("machine", here)[key] != here[key] for key in ("cpu", "cores")):
+        sys.exit(f"{RECORD}: its samples are of another machine; run again with --fresh")
+    record |= {"chats": chats, "machine": record.get("machine", here)}
 
 
 def matmul_rate(model: str, gpu: bool) -> float:
@@ -92,14 +104,14 @@ def sample(name: str, case: Case, pad_token: int, gpu: bool, **extra: Any) -> fi
             "chats": str(MATERIAL / "chats.jsonl"), "row_tokens": case.row_tokens, "micro_rows": 1, "lr": case.lr,
             "rows": case.rows if system.packs else CHATS, "steps": case.steps if system.packs else case.steps_unpacked,
             "method": case.method, "supervise": case.supervise, "bf16": gpu, "scratch": scratch,
-            "result": f"{scratch}/result.json", "pad_token": pad_token, **extra,
+            "result": f"{scratch}/result.json", "pad_token": pad_token, "seed": 0, **extra,
         }  # fmt: skip
         path = Path(scratch) / "settings.json"
         path.write_text(json.dumps(settings), encoding="utf-8")
         python, script = environments.python_of(system.environment), Path(__file__).parent / "runners" / system.script
         hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | VARIABLES | hidden
-        variables["HF_HOME"] = str(MATERIAL / "cache")
+        variables["HF_HOME"] = scratch  # so that no system finds what it prepared before
         log = Path(scratch) / "log"
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
@@ -109,7 +121,10 @@ def sample(name: str, case: Case, pad_token: int, gpu: bool, **extra: Any) -> fi
             try:
                 process.wait(SECONDS)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                return {"error": f"took more than {SECONDS} s"}
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
                 process.wait()
         result = Path(settings["result"])
         if not result.is_file():
@@ -123,9 +138,6 @@ def measure(record: figures.Record, options: argparse.Namespace, cases: dict[str
     """Take the samples that are missing, in turns, and keep each at once."""
     systems = [name for name in SYSTEMS if name in options.systems]
     failed = {name: environments.install(SYSTEMS[name].environment) for name in systems}
-    for name in systems:
-        if not failed[name]:
-            record["versions"][SYSTEMS[name].environment] = environments.versions(SYSTEMS[name].environment)
     have = {(one["system"], one["case"], one["round"]) for one in record["samples"] if "error" not in one}
     for number in range(options.rounds):
         for case_name, case in cases.items():
@@ -134,11 +146,13 @@ def measure(record: figures.Record, options: argparse.Namespace, cases: dict[str
                 only_gearbox = case.method == "qlora" and name != "gearbox"  # compared with its own LoRA
                 if only_gearbox or (name, case_name, number) in have:
                     continue
-                rate = rate or matmul_rate(case.model, options.gpu)
+                system, rate = SYSTEMS[name], rate or matmul_rate(case.model, options.gpu)
                 if failed[name]:
                     found = {"error": f"cannot be installed: {failed[name]}"}
                 else:
-                    found = sample(name, case, record["chats"]["pad_token"], options.gpu)
+                    found = sample(name, case, record["chats"]["pad_token"], options.gpu, seed=number)
+                    record["versions"][system.environment] = environments.versions(system.environment)
+                    record["date"] = time.strftime("%Y-%m-%d")
                 key = {"system": name, "case": case_name, "round": number, "load": os.getloadavg()[0]}
                 kept = [
                     s for s in record["samples"] if (s["system"], s["case"], s["round"]) != (name, case_name, number)
@@ -181,7 +195,7 @@ def publish(record: figures.Record) -> None:
         picture = "![Tokens per CPU second over rows, layers and documents](pictures/curves.svg)\n\n"
         text = put(text, "<!-- curves -->", picture + "\n".join(inside.curves_table(record)))
     PAGE.write_text(text, encoding="utf-8")
-
+    shutil.copy(RECORD, PUBLISHED)
     pictures.draw(record)
 
 
@@ -204,7 +218,8 @@ def main() -> None:
     cases = {name: case for name, case in known.items() if name in (options.cases or known)}
     record = read()
     if options.fresh:
-        record = {"samples": [], "versions": {}, "models": {}}
+        kept = [one for one in record["samples"] if one["case"] not in cases or one["system"] not in options.systems]
+        record = record | {"samples": kept} if kept else {"samples": [], "versions": {}, "models": {}}
     if not options.write:
         prepare(record, cases, options.file)
     if options.profile or options.curves:

@@ -38,7 +38,7 @@ CASES = {
 }
 GPU_CASES = {
     "8b-lora": Case("8B, LoRA, rows of 4,096", "llama-8b", "lora", "all", 4, 8, 8, row_tokens=4096),
-    "8b-chats": Case("8B, LoRA, chats of 2,048", "llama-8b", "lora", "assistant", 8, 8, 8, row_tokens=2048),
+    "8b-chats": Case("8B, LoRA, prompts masked", "llama-8b", "lora", "assistant", 8, 8, 8, row_tokens=2048),
     "8b-qlora": Case("8B, QLoRA, rows of 4,096", "llama-8b", "qlora", "all", 4, 8, 8, row_tokens=4096),
 }
 SYSTEMS = {

@@ -23,7 +23,7 @@ def flops_of_a_token(config: dict[str, Any], case: Case, context: float, share: 
     """Return the FLOPs that training one token needs.
 
     `context` is the mean number of tokens that a token attends to, and `share` that of the supervised tokens. Frozen
-    weights have no gradients. Adapters are less than 3 % of the FLOPs of a base that is so small, and are counted.
+    weights have no gradients.
     """
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -62,9 +62,9 @@ def collect(record: Record, case_name: str) -> dict[str, list[dict[str, float]]]
     found: dict[str, list[dict[str, float]]] = {}
     for sample in record["samples"]:
         if sample["case"] == case_name and "steps" in sample:
-            reference = supervised_share(record, case_name)
+            reference = 1.0 if case.supervise == "all" else supervised_share(record, case_name)
             flops = flops_of_a_token(record["models"][case.model], case, record["chats"]["context"], reference)
-            found.setdefault(sample["system"], []).append(figures(sample, flops))
+            found.setdefault(sample["system"], []).append(figures(sample, flops) | {"round": sample["round"]})
     return {name: found[name] for name in SYSTEMS if name in found}
 
 
@@ -80,11 +80,11 @@ def supervised_share(record: Record, case_name: str) -> float:
     return sum(step["targets"] for step in steps) / max(1, sum(step["real_tokens"] for step in steps))
 
 
-def ratio(ours: list[float], theirs: list[float], more_is_better: bool) -> tuple[float, float, float]:
-    """Return the median and the range of how many times better we are, round by round; above 1 we are better."""
-    pairs = list(zip(ours, theirs, strict=False))
-    ratios = [a / b if more_is_better else b / a for a, b in pairs]
-    return statistics.median(ratios), min(ratios), max(ratios)
+def ratio(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str) -> str:
+    """Return the median and the range of how many times better we are, over common rounds; above 1 we are better."""
+    pairs = [(mine[key], other[key]) for mine in ours for other in theirs if mine["round"] == other["round"]]
+    ratios = [a / b if FIGURES[key][1] else b / a for a, b in pairs]
+    return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def table(record: Record, case_name: str) -> list[str]:
@@ -99,12 +99,8 @@ def table(record: Record, case_name: str) -> list[str]:
             cells.append(number(key, statistics.median(values)))
             if key == "cpu_rate":
                 cells[-1] += f" ({min(values):.0f} to {max(values):.0f})"
-        for key in ("cpu_rate", "peak_gb"):
-            if name == "gearbox" or "gearbox" not in found:
-                cells.append("")
-            else:
-                middle, low, high = ratio(*([run[key] for run in found[n]] for n in ("gearbox", name)), FIGURES[key][1])
-                cells.append(f"{middle:.2f} x ({low:.2f} to {high:.2f})")
+        ours = [] if name == "gearbox" else found.get("gearbox", [])
+        cells += [ratio(ours, runs, key) for key in ("cpu_rate", "peak_gb")]
         lines.append(f"| {' | '.join(cells)} |")
     for name in SYSTEMS:
         failures = [
@@ -136,7 +132,8 @@ def page(record: Record) -> str:
     """Return the part of docs/performance.md between its markers."""
     machine, count = record["machine"], rounds(record)
     parts = [
-        f"Measured on {record['date']} on {machine['cpu']}, {machine['cores']} cores, one thread for each system, "
+        f"Measured on {record['date']} on {machine.get('gpu', machine['cpu'])}, {machine['cores']} cores, one thread "
+        "for each system, "
         f"load {machine['load']:.1f} at the start; {count} round{'s' * (count > 1)} in turns. ",
         f"The chats are {record['chats']['file']}: {record['chats']['chats']} of "
         f"{record['chats']['mean_tokens']:.0f} tokens on average.",

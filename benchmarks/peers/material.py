@@ -54,10 +54,12 @@ def write_model(folder: Path, name: str) -> None:
     partial.rename(folder)
 
 
-def read_chats(file: Path) -> list[list[dict[str, str]]]:
-    """Return the chats of a user's file, spread over it, so that few of them have its lengths."""
+def read_chats(file: Path, number: int) -> list[list[dict[str, str]]]:
+    """Return chats of a user's file, drawn from all of it: those with one question, one answer and no system text."""
     text = file.read_text(encoding="utf-8")
-    records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    records = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.split("\n") if line]
+    )
     chats = []
     for record in records:
         if "messages" in record:
@@ -65,10 +67,11 @@ def read_chats(file: Path) -> list[list[dict[str, str]]]:
         else:
             question = "\n\n".join(filter(None, [record["instruction"], record.get("input")]))
             chats.append([{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}])
-    return random.Random(0).sample(chats, min(NUM_CHATS, len(chats)))
+    chats = [chat for chat in chats if [turn["role"] for turn in chat] == ["user", "assistant"]]
+    return random.Random(0).sample(chats, min(number, len(chats)))
 
 
-def make_chats() -> list[list[dict[str, str]]]:
+def make_chats(number: int) -> list[list[dict[str, str]]]:
     """Return made-up chats: answers of 20 to 450 tokens, most of them short, after short questions."""
     draw = random.Random(0)
     words = [a + b for a in ("ta", "ri", "son", "mel", "vo", "den", "ka", "lu") for b in ("r", "nt", "s", "ld", "me")]
@@ -78,7 +81,7 @@ def make_chats() -> list[list[dict[str, str]]]:
 
     return [
         [{"role": "user", "content": text(5, 40)}, {"role": "assistant", "content": text(12, 200)}]
-        for _ in range(NUM_CHATS)
+        for _ in range(number)
     ]
 
 
@@ -91,7 +94,7 @@ def describe(folder: Path, chats: list[list[dict[str, str]]]) -> None:
     chats = [chat for chat, length in zip(chats, lengths, strict=True) if length <= 1024]
     lengths = [length for length in lengths if length <= 1024]
     context = sum(length**2 for length in lengths) / sum(lengths) / 2  # the mean number of tokens that a token sees
-    lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
     figures = {"chats": len(chats), "mean_tokens": sum(lengths) / len(lengths), "context": context}
     figures["pad_token"] = tokenizer.convert_tokens_to_ids(PAD)
@@ -103,7 +106,8 @@ def main(folder: Path, model: str, file: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / model).is_dir():
         write_model(folder / model, model)
-    describe(folder, read_chats(file) if file else make_chats())
+    number = NUM_CHATS * (5 if model == "llama-8b" else 1)  # its steps have more tokens
+    describe(folder, read_chats(file, number) if file else make_chats(number))
 
 
 if __name__ == "__main__":

@@ -55,5 +55,5 @@ def curves(record: figures.Record) -> bytes:
         axes.minorticks_off()
         axes.set_xlabel(name)
         axes.set_title(f"slope {slope(points):+.2f}", fontsize=11)
-    places[0].set_ylabel("tokens per CPU second")
+    places[0].set_ylabel("tokens per second")
     return style.svg(figure, "Tokens per CPU second of Gearbox over rows, layers and documents")

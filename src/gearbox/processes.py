@@ -1,14 +1,16 @@
-"""Find parents and launchers, end with them, check whether a process is alive, and return its free memory."""
+"""Find parents and launchers, end with them, check whether a process is alive, and what this machine gives it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def die_with_parent(number: int) -> None:
@@ -51,6 +53,13 @@ def launcher_process() -> psutil.Process | None:
         if is_command or {"accelerate.commands.launch", "accelerate.commands.accelerate_cli"} & {*command[:4]}:
             return process
     return None
+
+
+def num_visible_gpus() -> int:
+    """Return the number of NVIDIA GPUs that this process can use, without asking torch, whose import takes seconds."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
+    return len([gpu for gpu in gpus if gpu not in ("", "-1")])
 
 
 def return_free_memory() -> None:

@@ -68,7 +68,7 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
         ({"train": {"steps": None}}, "train: give exactly one of steps and epochs"),
         (
             {"schedule": {"warmup": 7}, "train": {"steps": 7}},
-            "schedule.warmup: must be below train.steps (7), found 7; give fewer steps, or a share",
+            "schedule.warmup: must be below the 7 steps of the run, found 7; give fewer steps, or a share",
         ),
         (
             {"model": {"quantize": "nf4"}},
@@ -117,7 +117,7 @@ def test_what_only_the_command_line_breaks_is_said_to_be_there(tmp_path):
         tmp_path, "train.steps=10", "data.path=no.jsonl", schedule={"warmup": 50}, eval={"path": "none.txt"}
     )
     assert [line.partition(", ")[0] for line in wrong] == [
-        "command line: schedule.warmup: must be below train.steps (10)",
+        "command line: schedule.warmup: must be below the 10 steps of the run",
     ]
     lines = refusal(tmp_path, "data.path=no.jsonl", eval={"path": "none.txt"})
     assert lines == ["command line: data.path: no such file 'no.jsonl'", "eval.path: no such file 'none.txt'"]

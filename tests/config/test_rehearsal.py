@@ -1,5 +1,9 @@
 """Test that a rehearsal is short by itself, keeps what the command line gives, and still accumulates and packs."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import yaml
 
@@ -21,7 +25,9 @@ def rehearse(tmp_path):
 
     def call(*overrides: str, gear: str = "fsdp", ranks: int = 2, **changes) -> Job:
         path = tmp_path / "large.yaml"
-        path.write_text(yaml.safe_dump({group: keys | changes.get(group, {}) for group, keys in LARGE.items()}))
+        path.write_text(
+            yaml.safe_dump({group: LARGE.get(group, {}) | changes.get(group, {}) for group in LARGE | changes})
+        )
         recipe = load_recipe(path, [*overrides, "run.rehearse=true"])
         return Job.of(path, recipe, load_gear(gear_path(gear), {"num_processes": str(ranks)}))
 
@@ -71,6 +77,18 @@ def test_a_small_recipe_keeps_its_sizes(rehearse):
 def test_a_warm_up_longer_than_the_rehearsal_is_cut(rehearse):
     assert rehearse("train.steps=2").recipe.schedule.warmup == 0
     assert rehearse(schedule={"warmup": "5%"}).recipe.schedule.warmup == "5%"
+
+
+@pytest.mark.parametrize("gpus", ["", "0"])
+def test_what_needs_a_gpu_and_its_package_is_left_out_elsewhere(rehearse, monkeypatch, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    for package in ("liger_kernel", "torchao", "flash_attn"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        sys.modules[package].__spec__ = ModuleSpec(package, None)
+    fast = {"perf": {"kernels": "liger", "float8": True}, "model": {"attention": "flash_attention_2"}}
+    recipe = rehearse(**fast).recipe
+    found = (recipe.perf.kernels, recipe.perf.float8, recipe.model.attention)
+    assert found == (("liger", True, "flash_attention_2") if gpus else ("auto", False, "auto"))
 
 
 def test_documents_of_the_user_are_not_cut_shorter(rehearse):

@@ -35,7 +35,7 @@ def hints_of(tmp_path, *overrides: str) -> list[str]:
         ("eval.fraction=0.1 eval.path=CHATS", "eval.fraction: no effect, because eval.path gives the documents"),
         ("eval.fraction=0 eval.every=5 eval.samples=9", "eval.every, eval.samples: no effect, because no document is"),
         ("schedule.decay=10%", "schedule.decay: no effect, because schedule.name is not wsd"),
-        ("perf.prefetch=3", "perf.prefetch: no effect, because only FSDP gathers weights layer by layer"),
+        ("perf.prefetch=3", "perf.prefetch: no effect, because it sets how far FSDP2 gathers ahead"),
         ("perf.ddp_compression=bf16", "perf.ddp_compression: no effect, because only DDP sends whole gradients"),
         ("eval.samples=0 eval.sample_tokens=9", "eval.sample_tokens: no effect, because eval.samples is 0"),
     ],
@@ -71,7 +71,9 @@ def test_keys_with_effect_are_not_named(tmp_path, overrides):
     assert hints_of(tmp_path, *given.split()) == []
 
 
-@pytest.mark.parametrize(("gear", "key"), [("ddp", "perf.ddp_compression=bf16"), ("hsdp", "perf.prefetch=3")])
+@pytest.mark.parametrize(
+    ("gear", "key"), [("ddp", "perf.ddp_compression=bf16"), ("hsdp", "perf.prefetch=3"), ("ddp", "perf.pass_tokens=64")]
+)
 def test_a_key_with_effect_under_this_gear_is_not_named(gear, key):
     path = ROOT / "recipes/tiny.yaml"
     assert Job.of(path, load_recipe(path, [key]), load_gear(gear_path(gear), {})).hints == ()

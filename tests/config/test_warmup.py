@@ -95,8 +95,8 @@ def test_a_count_must_be_below_the_steps_and_a_share_always_is():
     with pytest.raises(UserError) as refusal:
         load_recipe(TINY, ["schedule.warmup=50", "train.steps=10"])
     assert str(refusal.value) == (
-        "command line: schedule.warmup: must be below train.steps (10), found 50; give fewer steps, or a share of the "
-        "run such as 5%"
+        "command line: schedule.warmup: must be below the 10 steps of the run, found 50; give fewer steps, or a share "
+        "of the run such as 5%"
     )
     for steps in (1, 2, 10):
         load_recipe(TINY, [f"train.steps={steps}"])
@@ -282,3 +282,10 @@ def test_a_checkpoint_from_before_the_decay_is_resumed():
     other = load_recipe(TINY, ["schedule.name=wsd", "schedule.decay=30%"])
     (line,) = resume.differences(recipe_for_manifest(falling), other)
     assert line == "schedule.decay changed from '20%' to '30%'"
+
+
+@pytest.mark.parametrize("given", [("schedule.warmup=6000",), ("schedule.name=wsd", "schedule.decay=6000")])
+def test_counts_above_the_steps_of_the_epochs_are_refused(train, given):
+    outcome = train("single", "run.rehearse=false", "train.steps=null", "train.epochs=1", *given)
+    key = given[-1].partition("=")[0]
+    assert set(outcome.codes) == {2} and f"command line: {key}: " in outcome.output, outcome.output

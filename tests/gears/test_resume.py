@@ -86,7 +86,7 @@ def test_missing_state_is_noticed(train, monkeypatch):
     checked(train("single", *given, "train.steps=2"))
     shutil.copytree(whole.folder.parent / "cut", kept := whole.folder.parent / "kept")
     breakages = [
-        (engine, "seed_step", lambda *_: None),
+        (engine.Engine, "seed_step", lambda *_: None),
         (sharded_state, "_make_state", lambda *_: None),
         (TrainState, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
     ]

@@ -11,14 +11,17 @@ from gearbox import ROOT
 from gearbox.distributed.unwrap import checking_hooks
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
+from gearbox.kernels.install import install_kernels
 
 TOKENS = torch.arange(2 * 24).view(2, 24) % 200
 
 
-def make(checkpointing="none", compile_=False):
+def make(checkpointing="none", compile_=False, num_layers=2, kernels=False):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "recipes/tiny")).train()
-    model.config.use_cache = False
+    config = AutoConfig.from_pretrained(ROOT / "recipes/tiny", num_hidden_layers=num_layers, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config).train()
+    if kernels:
+        install_kernels(model)
     blocks.wrap_blocks(model, checkpointing, compile_)
     return model
 
@@ -86,9 +89,11 @@ def test_compiled_blocks_share_their_graphs_and_take_rows_of_any_length(monkeypa
     monkeypatch.setattr(torch, "compile", lambda forward: compile_(forward, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, plain = make("selective", compile_=True), make()
+    model = make("selective", compile_=True, num_layers=12, kernels=True)  # the compiler makes at most 8 graphs
+    plain = make(num_layers=12)
     for length in (24, 23, 22, 17, 12, 9, 20):
-        ours, theirs = step(model, TOKENS[:, :length]), step(plain, TOKENS[:, :length])
+        with blocks.compiling_all():
+            ours, theirs = step(model, TOKENS[:, :length]), step(plain, TOKENS[:, :length])
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours[1], theirs[1], strict=True))
     with torch.no_grad():
@@ -108,11 +113,18 @@ def test_a_compiled_block_equals_the_usual_one_in_machine_code(monkeypatch):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours[1], theirs[1], strict=True))
 
 
-def test_blocks_that_are_not_compiled_or_not_called_are_refused():
-    model = make()
-    refused = pytest.raises(UserError, match=r"perf.compile: 2 of 2 layers are not compiled; use compile: false")
-    with refused, checking_hooks(blocks.blocks_of(model)):
-        step(model)
+def test_layers_that_the_compiler_would_leave_are_refused(monkeypatch):
+    torch._dynamo.reset()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward: compile_(forward, backend="aot_eager"))
+    model = make(compile_=True)
+    refused = pytest.raises(UserError, match=r"perf.compile: the layers of this model differ too much")
+    with refused, blocks.compiling_all(), torch._dynamo.config.patch(recompile_limit=1):
+        for length in (24, 16, 8):
+            step(model, TOKENS[:, :length])
+
+
+def test_blocks_that_are_not_called_are_refused():
     refused = pytest.raises(UserError, match=r"perf.compile: 2 of 2 layers were not called")
     with refused, checking_hooks(blocks.blocks_of(make(compile_=True))):
         pass

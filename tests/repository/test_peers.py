@@ -30,8 +30,11 @@ def sample(system: str, cpu: float, peak: int) -> dict:
 
 def test_a_ratio_above_1_means_that_gearbox_is_better(peers):
     figures, _ = peers
-    assert figures.ratio([200.0, 300.0, 400.0], [100.0, 100.0, 100.0], True) == (3.0, 2.0, 4.0)
-    assert figures.ratio([1.0], [4.0], False) == (4.0, 4.0, 4.0)
+    ours = [{"round": n, "cpu_rate": 100.0 * (n + 2), "peak_gb": 1.0} for n in range(3)]
+    theirs = [{"round": n, "cpu_rate": 100.0, "peak_gb": 4.0} for n in (0, 2)]  # its second round failed
+    assert figures.ratio(ours, theirs, "cpu_rate") == "3.00 x (2.00 to 4.00)"
+    assert figures.ratio(ours, theirs, "peak_gb") == "4.00 x (4.00 to 4.00)"
+    assert figures.ratio([], theirs, "cpu_rate") == ""
 
 
 def test_a_table_has_the_medians_the_ratios_and_what_did_not_run(peers):

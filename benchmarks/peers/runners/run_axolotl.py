@@ -1,5 +1,6 @@
 """Train with axolotl, by its command line with a YAML file: packed, documents isolated."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -29,11 +30,11 @@ def main() -> None:
         "val_set_size": 0,
         "sequence_len": settings["row_tokens"],
         "sample_packing": True,
-        "attn_implementation": "flash_attention_2" if settings["bf16"] else "sdpa",
+        "attn_implementation": "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa",
         "micro_batch_size": 1,
         "gradient_accumulation_steps": settings["rows"],
         "max_steps": settings["steps"],
-        "optimizer": "adamw_torch",
+        "seed": settings["seed"],
         "learning_rate": settings["lr"],
         "lr_scheduler": "constant",
         "bf16": settings["bf16"],

@@ -67,7 +67,7 @@ recipe = {
     "batch": {"rows": settings["rows"], "row_tokens": settings["row_tokens"], "micro_rows": settings["micro_rows"]},
     "optim": {"lr": settings["lr"]},
     "schedule": {"name": "constant"},
-    "train": {"steps": settings["steps"]},
+    "train": {"steps": settings["steps"], "seed": settings["seed"]},
     "eval": {"fraction": 0, "samples": 0},
     "save": {"every": 0},
     "run": {"dir": settings["scratch"], "name": "run"},

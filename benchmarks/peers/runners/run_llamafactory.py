@@ -37,7 +37,7 @@ keys = {
     "max_steps": settings["steps"],
     "learning_rate": settings["lr"],
     "lr_scheduler_type": "constant",
-    "optim": "adamw_torch",
+    "seed": settings["seed"],
     "disable_gradient_checkpointing": True,
     "bf16": settings["bf16"],
     "use_cpu": not settings["bf16"],

@@ -13,9 +13,10 @@ from torchtune._cli.tune import main  # noqa: E402
 
 scratch, folder = Path(settings["scratch"]), Path(settings["model"])
 config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-lora = settings["method"] == "lora"
+lora, tied = settings["method"] == "lora", config["tie_word_embeddings"]
+family = "llama3_2" if tied else "llama3"
 model = {
-    "_component_": f"torchtune.models.llama3_2.{'lora_' if lora else ''}llama3_2",
+    "_component_": f"torchtune.models.{family}.{'lora_' if lora else ''}{family}",
     "vocab_size": config["vocab_size"],
     "num_layers": config["num_hidden_layers"],
     "num_heads": config["num_attention_heads"],
@@ -25,8 +26,9 @@ model = {
     "intermediate_dim": config["intermediate_size"],
     "norm_eps": config["rms_norm_eps"],
     "rope_base": int(config["rope_parameters"]["rope_theta"]),
-    "scale_factor": 1,
 }
+if tied:
+    model["scale_factor"] = 1
 if lora:
     modules = ["q_proj", "k_proj", "v_proj", "output_proj"]
     model |= {"lora_attn_modules": modules, "apply_lora_to_mlp": True, "lora_rank": 16, "lora_alpha": 32}
@@ -45,7 +47,7 @@ keys = {
         "checkpoint_files": ["model.safetensors"],
         "recipe_checkpoint": None,
         "output_dir": str(scratch / "out"),
-        "model_type": "LLAMA3_2",
+        "model_type": family.upper(),
     },
     "resume_from_checkpoint": False,
     "dataset": {
@@ -54,7 +56,7 @@ keys = {
         "supervise": settings["supervise"],
         "packed": True,
     },
-    "seed": 0,
+    "seed": settings["seed"],
     "shuffle": True,
     "batch_size": 1,
     "gradient_accumulation_steps": settings["rows"],

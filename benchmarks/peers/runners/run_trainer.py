@@ -35,6 +35,7 @@ trainer = Trainer(
         per_device_train_batch_size=settings["rows"],
         max_steps=settings["steps"],
         learning_rate=settings["lr"],
+        seed=settings["seed"],
         lr_scheduler_type="constant",
         bf16=settings["bf16"],
         use_cpu=not settings["bf16"],

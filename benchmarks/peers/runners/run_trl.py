@@ -39,6 +39,7 @@ trainer = SFTTrainer(
         max_length=settings["row_tokens"],
         max_steps=settings["steps"],
         learning_rate=settings["lr"],
+        seed=settings["seed"],
         lr_scheduler_type="constant",
         bf16=settings["bf16"],
         gradient_checkpointing=False,

@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -168,8 +169,8 @@ def _missing_tools(recipe: Recipe) -> list[str]:
         )
     if perf.float8 and importlib.util.find_spec("torchao") is None:
         problems.append("perf.float8: needs torchao, which is not installed; run pip install torchao, or use false")
-    compilers = (os.environ.get("CXX", "g++"), "clang++")
-    if perf.compile and not any(shutil.which(compiler) for compiler in compilers):
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+    if perf.compile and not shutil.which(compiler):
         problems.append("perf.compile: needs a C++ compiler, and there is none; run apt-get install g++, or use false")
     return problems
 
@@ -193,7 +194,7 @@ def _variables(gear: Gear, recipe_path: Path, batch: BatchPlan) -> dict[str, tup
         "ACCELERATE_USE_DEEPSPEED": ({"false", "true"} if kind == "DEEPSPEED" else {"false"}, decides),
         "ACCELERATE_USE_MEGATRON_LM": ({"false"}, "Megatron-LM is not supported"),
         "ACCELERATE_DYNAMO_BACKEND": ({"no"}, f"perf.compile in {recipe_path} decides that"),
-        "ACCELERATE_FP8_BACKEND": ({"no"}, "fp8 is not supported"),
+        "ACCELERATE_FP8_BACKEND": ({"no"}, f"perf.float8 in {recipe_path} decides that"),
         "ACCELERATE_TORCH_DEVICE": (set(), "each rank takes its own device"),
         "PARALLELISM_CONFIG_CP_COMM_STRATEGY": ({"allgather"}, "only allgather is supported"),
     }

@@ -96,21 +96,23 @@ BY_RECIPE = [
         lambda recipe: recipe.eval.path is None and recipe.eval.fraction == 0,
         "no document is held out",
     ),
+    Unused("perf.pass_tokens", lambda recipe: not recipe.data.packing, "data.packing is false"),
     Unused("schedule.decay", lambda recipe: recipe.schedule.name != "wsd", "schedule.name is not wsd"),
     Unused("eval.sample_tokens", lambda recipe: recipe.eval.samples == 0, "eval.samples is 0"),
 ]
 """Keys whose effect depends only on the recipe and on which files exist."""
-BY_GEAR: list[tuple[str, EngineName, str]] = [
-    ("perf.prefetch", "fsdp", "only FSDP gathers weights layer by layer"),
-    ("perf.ddp_compression", "ddp", "only DDP sends whole gradients"),
+BY_GEAR: list[tuple[str, tuple[EngineName, ...], str]] = [
+    ("perf.prefetch", ("fsdp",), "it sets how far FSDP2 gathers ahead"),
+    ("perf.ddp_compression", ("ddp",), "only DDP sends whole gradients"),
+    ("perf.pass_tokens", ("single", "ddp"), "this gear computes complete rows"),
 ]
-"""Keys that have an effect under one engine."""
+"""Keys that have an effect under some engines."""
 OF_CHATS = Unused("data.chat_template data.supervise data.roles", lambda _: True, "all documents are plain text")
 
 
 def unused_keys(recipe: Recipe, gear: Gear) -> list[str]:
     """Return a line for each group of keys that are set and have no effect, apart from the data's content."""
-    by_gear = [Unused(key, lambda _: True, why) for key, engine, why in BY_GEAR if gear.engine != engine]
+    by_gear = [Unused(key, lambda _: True, why) for key, engines, why in BY_GEAR if gear.engine not in engines]
     return [*_lines(recipe, [*BY_RECIPE, *by_gear])]
 
 

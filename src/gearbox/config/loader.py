@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
+from gearbox import processes
 from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.old_keys import OLD_KEYS, OldKey, for_manifest, new_value, renamed
 from gearbox.config.other_names import FIRST_KEYS, advice_on_key, advice_on_value, key_of
@@ -338,15 +339,16 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
     Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
     that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
-    packages.
+    packages and a GPU.
     """
     model: dict[str, Any] = {"init": "random"}
-    if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
+    has_gpu = processes.num_visible_gpus() > 0
+    if recipe.model.attention == "flash_attention_2" and not (has_gpu and has_flash_attention()):
         model["attention"] = "auto"
     perf: dict[str, Any] = {}
-    if importlib.util.find_spec("liger_kernel") is None and recipe.perf.kernels == "liger":
+    if recipe.perf.kernels == "liger" and not (has_gpu and importlib.util.find_spec("liger_kernel")):
         perf["kernels"] = "auto"
-    if importlib.util.find_spec("torchao") is None:
+    if not (has_gpu and importlib.util.find_spec("torchao")):
         perf["float8"] = False
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
     changes["perf"] = recipe.perf.model_copy(update=perf)

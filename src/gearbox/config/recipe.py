@@ -24,6 +24,7 @@ from pydantic import (
 from gearbox.config.old_keys import accepts
 from gearbox.config.recipe_values import (
     AnyPath,
+    CountOrShare,
     Decay,
     Fields,
     FilePath,
@@ -32,7 +33,6 @@ from gearbox.config.recipe_values import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    Warmup,
     steps_of,
 )
 from gearbox.errors import shown
@@ -232,11 +232,26 @@ class Schedule(Group):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `wsd` (warm-up, stable, decay)
     keeps the peak until its last steps, in which the rate falls linearly to 0."""
-    warmup: Warmup = 0
+    warmup: CountOrShare = 0
     """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
     `5%`."""
-    decay: Warmup = "20%"
+    decay: CountOrShare = "20%"
     """Steps of `wsd` in which the learning rate falls: a number such as `200`, or a share of the run such as `20%`."""
+
+    def check(self, num_steps: int | None) -> None:
+        """Raise ValueError if warm-up and decay do not fit into a run of so many steps; None is a number not known."""
+        if num_steps is not None and isinstance(self.warmup, int) and self.warmup >= num_steps:
+            raise ValueError(
+                f"schedule.warmup: must be below the {num_steps} steps of the run, found {self.warmup}; give fewer "
+                "steps, or a share of the run such as 5%"
+            )
+        parts = (self.warmup, self.decay)
+        known = [steps_of(part, num_steps or 1) for part in parts if num_steps or isinstance(part, str)]
+        if self.name == "wsd" and sum(known) > (num_steps or 1):
+            raise ValueError(
+                f"schedule.decay: {self.decay} is more than what schedule.warmup ({self.warmup}) leaves of the run; "
+                "give fewer steps, or a share such as 10%"
+            )
 
     def num_decay_steps(self, num_steps: int) -> int:
         """Return the last steps in which the rate falls, at most all after the warm-up."""
@@ -321,7 +336,7 @@ class Run(Group):
 
 
 class Perf(Group):
-    """Speed and memory. Only `float8` and `ddp_compression` change results beyond rounding."""
+    """Speed and memory. Without dropout, only `float8` and `ddp_compression` change results beyond rounding."""
 
     kernels: Literal["auto", "liger", "none"] = "auto"
     """Implementation of norms, activations and adapters: Gearbox's own where they know the family, Liger's kernels for
@@ -337,8 +352,8 @@ class Perf(Group):
     """Multiply matrices in 8-bit floating point (torchao), which rounds more; it needs a GPU of compute capability 8.9
     and full fine-tuning."""
     pass_tokens: PositiveInt | None = None
-    """Tokens of packed documents in one forward and backward pass: a row is divided between documents, and needs less
-    memory. `null` is 256 for adapters on a CPU, else complete rows."""
+    """Tokens of packed documents in one forward and backward pass, under single and ddp: a row is divided between
+    documents, and needs less memory. `null` is 256 for adapters on a CPU, else complete rows."""
     ddp_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends DDP's gradients in half the bytes, rounded."""
 
@@ -370,26 +385,11 @@ class Recipe(Group):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        steps, warmup = self.train.steps, self.schedule.warmup
-        if steps is not None and isinstance(warmup, int) and warmup >= steps and not self.run.rehearse:
-            raise ValueError(
-                f"schedule.warmup: must be below train.steps ({steps}), found {warmup}; give fewer steps, or a share "
-                "of the run such as 5%"
-            )
-        self._check_decay()
+        if not self.run.rehearse:
+            self.schedule.check(self.train.steps)
         if self.train.epochs is not None and self.data.sources[0].weight is not None:
             raise ValueError("train.epochs: weighted sources end at different times; give train.steps instead")
         return self
-
-    def _check_decay(self) -> None:
-        """Raise ValueError if the warm-up and the decay overlap in any run of this recipe."""
-        num_steps, (warmup, decay) = self.train.steps, (self.schedule.warmup, self.schedule.decay)
-        known = [steps_of(part, num_steps or 1) for part in (warmup, decay) if num_steps or isinstance(part, str)]
-        if self.schedule.name == "wsd" and sum(known) > (num_steps or 1) and not self.run.rehearse:
-            raise ValueError(
-                f"schedule.decay: {decay} is more than what schedule.warmup ({warmup}) leaves of the run; give fewer "
-                "steps, or a share such as 10%"
-            )
 
     @property
     def method(self) -> str:

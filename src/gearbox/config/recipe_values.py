@@ -116,7 +116,7 @@ PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
-Warmup = Annotated[
+CountOrShare = Annotated[
     int | str,
     BeforeValidator(_count_or_share),
     WithJsonSchema(

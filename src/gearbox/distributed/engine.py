@@ -26,7 +26,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.config.recipe import Perf
-from gearbox.data.batches import IGNORE_INDEX, Batch
+from gearbox.data.batches import IGNORE_INDEX, Batch, PackedRows
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
@@ -92,10 +92,7 @@ class Engine:
 
     @property
     def eval_shard(self) -> tuple[int, int]:
-        """The index of this rank's part of the held-out rows, and the number of parts.
-
-        Ranks that share a sequence in training evaluate different rows.
-        """
+        """The index of this rank's part of the held-out rows, and the number of parts; sp and cp ranks differ in it."""
         return self.job.gear.eval_shard(self.world.rank)
 
     def to_device(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -182,29 +179,32 @@ class Engine:
 
     def seed_step(self, step: int) -> None:
         """Seed from (seed, step, rank), so that a resumed run draws the same numbers as an uninterrupted one."""
-        seed_step(self.job.recipe.train.seed, step, self.world.rank // self.job.gear.degree("tp"))
+        numbers = (self.job.recipe.train.seed, step, self.world.rank // self.job.gear.degree("tp"))
+        set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
-    def warm_up(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Run a backward pass of a batch without targets before step 1, if DDP or compiled layers need it.
+    def warm_up(self, rows: PackedRows) -> None:
+        """Run backward passes of rows without targets before step 1, if DDP or compiled layers need it.
 
         With DDP, the first backward pass decides the order of its buckets, and with it which ranks' gradients are added
         first. Otherwise a resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit. Layers
-        are compiled here, where no time limit runs. Raise UserError if FSDP2's hooks do not run around them.
+        are compiled here, where no time limit runs, for rows of one document and of several (see `checking_hooks`).
         """
-        compiles, is_ddp = self.job.recipe.perf.compile, isinstance(self.model, nn.parallel.DistributedDataParallel)
-        if is_ddp or (compiles and self.job.gear.engine != "zero"):  # ZeRO steps inside a backward pass
-            with checking_hooks(blocks_of(without_adapter(self.unwrapped)) if compiles else []):
-                self.model(**self.to_device(batch)).backward()
-            self.model.zero_grad()
+        if self.job.recipe.perf.compile and self.job.gear.engine != "zero":  # ZeRO steps inside a backward pass
+            with checking_hooks(blocks_of(without_adapter(self.unwrapped))):
+                for row in (None, 0):
+                    self._try_rows(rows.batch([row] * self.job.batch.micro_rows))
+        elif isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self._try_rows(rows.batch([None]))
+
+    def _try_rows(self, batch: Batch) -> None:
+        """Run a backward pass of rows without their targets, and clear the gradients."""
+        with self.forward_inputs(batch | {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}, True) as inputs:
+            self.model(**inputs).backward()
+        self.model.zero_grad()
 
     def local_shards(self) -> list[TensorShard]:
         """Return the shards that this rank writes to a checkpoint. Every rank must call it."""
         return sharded_state.local_shards(self.unwrapped, self.optimizer, self.world)
-
-
-def seed_step(*numbers: int) -> None:
-    """Seed all random generators from these numbers."""
-    set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def unwrap(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import accelerate
 import torch
-from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
@@ -26,6 +25,7 @@ from gearbox.launch.topology import RankDevice
 from gearbox.world import World
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
@@ -164,7 +164,8 @@ def fill_sizes_by_width(accelerator: Accelerator, model: PreTrainedModel) -> Non
 
     Parameters up to the threshold, such as norms, stay gathered on every rank.
     """
-    width = getattr(model.config.get_text_config(), "hidden_size", 0)
+    if not (width := getattr(model.config.get_text_config(), "hidden_size", 0)):
+        return  # Accelerate then names the sizes that it cannot fill
     by_width = {
         "reduce_bucket_size": width * width,
         "stage3_prefetch_bucket_size": width * width * 9 // 10,

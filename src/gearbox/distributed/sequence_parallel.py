@@ -30,8 +30,8 @@ def check_attention(model: PreTrainedModel) -> None:
     name = model.config._attn_implementation
     if name != DOCUMENTS and not is_flash_attention_requested(model.config):
         raise UserError(
-            f"model.attention: {model.config.model_type} computes attention with a mask ({name}), which cannot split "
-            "rows; use model.attention=auto, or the gear zero3"
+            f"model.name: {model.config.model_type} computes attention with a mask ({name}) here, and ranks cannot "
+            "share the rows of a mask; use the gear zero3"
         )
 
 

@@ -43,6 +43,9 @@ class EngineFacts:
     """All facts by name, in the order in which they are printed."""
 
 
+MOST_GATHERED = 0.25  # of the bytes of all parameters, in the small ones that ZeRO-3 never shards
+
+
 class _Fact(NamedTuple):
     requested: object
     running: object
@@ -254,13 +257,19 @@ def _quant_state(model: nn.Module, name: str) -> QuantState | None:
 def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:
     """Return a problem if this rank holds more than its share of the parameters or of the optimizer's masters."""
     if gear.engine in ("fsdp", "tp") or gear.zero_stage == 3:
-        local, full = _local_and_full_bytes(model.named_parameters())
+        by_kind = {kind: [one for one in model.named_parameters() if getattr(one[1], "ds_persist", False) is kind]
+                   for kind in (True, False)}  # fmt: skip
+        gathered, _ = _local_and_full_bytes(by_kind[True])
+        local, full = _local_and_full_bytes(by_kind[False])
+        if gathered > MOST_GATHERED * (gathered + full):
+            return [
+                f"sharding: {gathered / (gathered + full):.0%} of the parameters' bytes stay gathered on every rank, "
+                f"and at most {MOST_GATHERED:.0%} may; lower stage3_param_persistence_threshold"
+            ]
         share, ideal = local / full, 1 / (gear.shard * gear.degree("tp"))
         # Shards are padded to complete rows: small models are slightly above 1/N, unsharded 4-bit weights far above.
         if share > ideal * 1.1 + 0.02:
-            gathered = any(getattr(parameter, "ds_persist", False) for parameter in model.parameters())
-            hint = "; lower stage3_param_persistence_threshold, which keeps parameters gathered" if gathered else ""
-            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}" + hint]
+            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
     if gear.zero_stage in (1, 2):
         # The partitions that the optimizer updates, padded to full buffers.
         kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

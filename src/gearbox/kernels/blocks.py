@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -108,6 +108,20 @@ def _compiled(forward: Forward) -> Forward:
         return (compiled if torch.is_grad_enabled() else forward)(*arguments, **options)
 
     return train_or_evaluate
+
+
+@contextmanager
+def compiling_all() -> Iterator[None]:
+    """Raise UserError if the compiler would leave layers as they are, because it has made too many graphs."""
+    from torch._dynamo import config, exc  # only a compiled run needs the compiler, which takes a second to import
+
+    with config.patch(fail_on_recompile_limit_hit=True):
+        try:
+            yield
+        except exc.FailOnRecompileLimitHit:
+            raise UserError(
+                "perf.compile: the layers of this model differ too much for the compiler; use compile: false"
+            ) from None
 
 
 def _selective_contexts() -> Contexts:

@@ -19,6 +19,9 @@ from gearbox.kernels.lora import lean_adapter, linear_forward, lora_forward
 from gearbox.kernels.pointwise import ACTIVATIONS, NORM_STYLES, gated_forward, norm_forward
 
 Forward = Callable[..., torch.Tensor]
+# Each exists once, because the compiler makes a graph for each function that it meets.
+NORMS: list[Forward] = [partial(norm_forward, style) for style in NORM_STYLES]
+GATED_MLPS: list[Forward] = [partial(gated_forward, activation) for activation in ACTIVATIONS]
 WIDTH = 8  # features of the small copies
 KIND = "gearbox_kernel"  # the attribute of a layer that says which kind of forward it has
 
@@ -57,10 +60,10 @@ def _leaner(module: nn.Module) -> tuple[str, Forward] | None:
         return ("linear", linear_forward) if module.weight.requires_grad else None
     children = set(module._modules)
     if not children and set(module._parameters) == {"weight"} and not module._buffers:
-        forward = _first_equal((partial(norm_forward, style) for style in NORM_STYLES), _small_norm(module))
+        forward = _first_equal(NORMS, _small_norm(module))
         return ("RMSNorm", forward) if forward else None
     if children == {"gate_proj", "up_proj", "down_proj", "act_fn"} and not module._parameters and not module._buffers:
-        forward = _first_equal((partial(gated_forward, one) for one in ACTIVATIONS), _small_mlp(module))
+        forward = _first_equal(GATED_MLPS, _small_mlp(module))
         return ("gated MLP", forward) if forward else None
     return None
 

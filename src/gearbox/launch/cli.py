@@ -104,7 +104,7 @@ def status(text: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def importing(name: str) -> Iterator[None]:
-    """Show that a library is imported, and collect no garbage until then: that takes a quarter of the time.
+    """Show that a library is being imported, and collect no garbage until then: that takes a quarter of the time.
 
     What was imported is never garbage, so later collections do not visit it either.
     """

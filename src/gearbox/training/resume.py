@@ -26,7 +26,7 @@ from gearbox.launch.environment import LaunchEnvironment
 from gearbox.redact import redacted
 from gearbox.training import leftovers
 
-MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "perf.", "batch.micro_rows")
+MAY_CHANGE = ("train.steps", "train.epochs", "save.", "eval.", "run.", "perf.", "batch.micro_rows", "model.attention")
 MAY_NOT = {"run.rehearse": None, "perf.float8": False, "perf.ddp_compression": "none"}  # with the value if absent
 ADDED_LATER = ("model.dropout", "schedule.decay")  # absent from earlier checkpoints, or where they have no effect
 SHOWN_DIFFERENCES = 10

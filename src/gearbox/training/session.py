@@ -76,6 +76,11 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     is_builder = process_group.is_first_rank_of_node()
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, screen.print)
     rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    if not recipe.run.rehearse:
+        try:
+            recipe.schedule.check(rows.num_steps)  # of train.epochs, which are known only now
+        except ValueError as error:
+            raise UserError(located(str(error), recipe, job.recipe_path)) from None
     return replace(job, recipe=recipe), TrainingData(tokenizer, documents, evaluated, rows)
 
 
