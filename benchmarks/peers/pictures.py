@@ -34,8 +34,7 @@ def bars(record: figures.Record, cases: list[str]) -> bytes:
             axes.text(max(rates), place, f"  {middle:,.0f}", va="center", fontweight="bold")
         axes.set_yticks(range(len(found)), labels=[SYSTEMS[name].title for name in found])
         axes.invert_yaxis()
-        axes.set_xlim(0, None)
-        axes.margins(x=0.12)
+        axes.set_xlim(0, 1.14 * max(run["cpu_rate"] for runs in found.values() for run in runs))
         axes.set_title(f"{CASES[case].title}: real tokens per CPU second")
     return style.svg(figure, "Tokens per CPU second of Gearbox and other trainers")
 
@@ -44,16 +43,20 @@ def curves(record: figures.Record) -> bytes:
     """Draw each curve of Gearbox on logarithmic axes."""
     from peers.inside import slope
 
-    figure = style.figure(3.4)
-    places = figure.subplots(1, len(record["curves"]), sharey=True)
-    figure.subplots_adjust(left=0.08, right=0.98, top=0.86, bottom=0.19, wspace=0.12)
-    for axes, (name, points) in zip(places, record["curves"].items(), strict=True):
+    figure = style.figure(6)
+    places = figure.subplots(2, 3, sharey=True).flatten()
+    figure.subplots_adjust(left=0.09, right=0.98, top=0.93, bottom=0.1, wspace=0.12, hspace=0.5)
+    for axes in places[len(record["curves"]) :]:
+        axes.set_visible(False)
+    for axes, (name, points) in zip(places, record["curves"].items(), strict=False):
         axes.plot(*zip(*points, strict=True), color=style.BLUE, marker="o", linewidth=2)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_yticks(ticks := [500, 700, 1000, 1400, 2000], labels=[f"{tick:,}" for tick in ticks])
         axes.set_xticks([x for x, _ in points], labels=[f"{x:,}" for x, _ in points])
         axes.minorticks_off()
         axes.set_xlabel(name)
         axes.set_title(f"slope {slope(points):+.2f}", fontsize=11)
-    places[0].set_ylabel("tokens per second")
+    for axes in places[::3]:
+        axes.set_ylabel("tokens per second")
     return style.svg(figure, "Tokens per CPU second of Gearbox over rows, layers and documents")
