@@ -35,9 +35,10 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(recipe_path, overrides, hints.append)
 
     from gearbox.console import make_console
-    from gearbox.data import corpus, splits
+    from gearbox.data import corpus
     from gearbox.model import loading
     from gearbox.reporting import plan, preview
+    from gearbox.rows import splits
 
     if recipe.run.rehearse:
         recipe = rehearsed(recipe)

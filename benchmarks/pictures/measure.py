@@ -19,11 +19,12 @@ from gearbox import ROOT
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import gear_names, gear_path, load_gear
 from gearbox.config.loader import load_recipe
-from gearbox.data import batches, corpus, splits
-from gearbox.data.batches import PackedRows
+from gearbox.data import corpus
 from gearbox.distributed import engine
 from gearbox.model import loading
 from gearbox.reporting import html_report, metrics_file, run_comparison
+from gearbox.rows import batches, splits
+from gearbox.rows.batches import PackedRows
 from pictures import records
 from support import ranks
 from support.battery import machine

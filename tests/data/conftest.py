@@ -1,10 +1,5 @@
-"""Give each data test a separate cache."""
+"""Give each test of data/ a separate cache."""
 
-import pytest
+from support.corpora import cache
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Return the cache folder of this test."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "gearbox"
+__all__ = ["cache"]

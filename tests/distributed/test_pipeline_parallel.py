@@ -8,9 +8,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed import pipeline_parallel, pipeline_stages
 from gearbox.model import loss
+from gearbox.rows.batches import IGNORE_INDEX
 from support.pipelines import FAMILIES, load_stage, write_model
 from support.ranks import fork_ranks
 

@@ -6,7 +6,7 @@ The second test switches off each protection to show that it is needed.
 import pytest
 
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.data import batches
+from gearbox.rows import batches
 from support import ledger
 from support.faults import NUM_ROWS, STEPS, at_step, kill, patch_step
 

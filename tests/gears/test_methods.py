@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
-from gearbox.data import batches, splits
 from gearbox.data.corpus import load_corpora
 from gearbox.model import loading, loss
+from gearbox.rows import batches, splits
 from support.methods import ADDED_TOKENS, METHODS, short, two_models
 
 STEPS = 4

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gearbox.data import batches
+from gearbox.rows import batches
 from support import zoo
 
 pytestmark = [pytest.mark.long, pytest.mark.cells, pytest.mark.ranks]

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from gearbox.checkpoint.staging import Staging
-from gearbox.data import batches, splits
 from gearbox.launch import watchdog
+from gearbox.rows import batches, splits
 from gearbox.training import evaluation
 from support import ledger
 from support.faults import NUM_ROWS, STEPS, at_step, patch_step

@@ -10,9 +10,9 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.kernels import head
 from gearbox.model import loss, probes
+from gearbox.rows.batches import IGNORE_INDEX
 from support.documents import Made, random_documents
 
 VOCABULARY = 193

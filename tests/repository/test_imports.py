@@ -16,7 +16,7 @@ from gearbox.config.loader import load_recipe
 from gearbox.data import corpus
 
 # A folder may import only folders before it. Files directly in gearbox/ come before all, and import none.
-LAYERS = ("config", "launch", "kernels", "data", "checkpoint", "distributed", "model", "reporting", "training")
+LAYERS = ("config", "launch", "kernels", "data", "rows", "checkpoint", "distributed", "model", "reporting", "training")
 BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}

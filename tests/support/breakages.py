@@ -3,8 +3,8 @@
 import dataclasses
 
 from gearbox.config.gear import Gear
-from gearbox.data import batches
 from gearbox.distributed import verification
+from gearbox.rows import batches
 from gearbox.training import loop
 
 

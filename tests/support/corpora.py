@@ -3,14 +3,24 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
-from gearbox.data import corpus, splits
+from gearbox.data import corpus
+from gearbox.rows import splits
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hé €  \n"}]
 BYE = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "bye"}]
 GOOD = [{"messages": HI}, {"messages": BYE}, {"messages": HI + BYE}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Return the cache folder of this test."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gearbox"
 
 
 def recipe_of(path, *overrides: str) -> Recipe:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from gearbox.data import builtin_tasks
-from gearbox.data.batches import PackedRows
-from gearbox.data.packing import Chunks
+from gearbox.rows.batches import PackedRows
+from gearbox.rows.packing import Chunks
 
 
 class Made:

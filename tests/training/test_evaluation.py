@@ -7,7 +7,8 @@ import transformers
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
-from gearbox.data import corpus, splits
+from gearbox.data import corpus
+from gearbox.rows import splits
 from support.corpora import jsonl
 
 

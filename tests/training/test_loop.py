@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gearbox.checkpoint.train_state import StepResult, TrainState
-from gearbox.data.batches import StepBatch
+from gearbox.rows.batches import StepBatch
 from support.corpora import jsonl
 from support.faults import STEPS, at_step, patch_step
 

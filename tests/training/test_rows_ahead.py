@@ -2,8 +2,8 @@
 
 import threading
 
-from gearbox.data import batches
 from gearbox.errors import UserError
+from gearbox.rows import batches
 from gearbox.training import loop
 from support.faults import STEPS, at_step, patch_step
 

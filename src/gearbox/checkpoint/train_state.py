@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gearbox.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Count, Number, explain_invalid
-from gearbox.data.batches import StepBatch, chain_hash
+from gearbox.rows.batches import StepBatch, chain_hash
 
 RECENT_LOSSES = 32  # a loss is compared with these to find a spike
 FEW_LOSSES = 16  # spikes are not detected with fewer losses

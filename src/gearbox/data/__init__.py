@@ -1,1 +1,1 @@
-"""Turn data files into the rows of step s: sources, formats, loss masks, tokenization, packing, splits, sampling."""
+"""Turn files into tokenized documents."""

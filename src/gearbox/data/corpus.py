@@ -42,7 +42,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class MappedCorpus:
-    """A `Corpus` (data/packing.py) that reads tokens from the file on access."""
+    """A `Corpus` (rows/packing.py) that reads tokens from the file on access."""
 
     def __init__(self, folder: Path, origins: list[Origin]) -> None:
         import pyarrow

@@ -26,7 +26,6 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.config.recipe import Perf
-from gearbox.data.batches import IGNORE_INDEX, Batch, PackedRows
 from gearbox.distributed import sequence_parallel, sharded_state
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
@@ -48,6 +47,7 @@ from gearbox.distributed.unwrap import (
 from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
 from gearbox.kernels.blocks import blocks_of
+from gearbox.rows.batches import IGNORE_INDEX, Batch, PackedRows
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.pipeline_stages import ReceivedHidden, SkippedModule, Stage, set_received
 from gearbox.distributed.unwrap import decoder_of, without_adapter
+from gearbox.rows.batches import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.config.gear import Gear
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.errors import UserError
 from gearbox.kernels.attention import DOCUMENTS
+from gearbox.rows.batches import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gearbox.data.batches import IGNORE_INDEX, PackedRows, fullest_rows
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.unwrap import model_class, text_class, without_adapter
@@ -22,6 +21,7 @@ from gearbox.kernels import attention
 from gearbox.kernels.attention import DOCUMENTS
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
+from gearbox.rows.batches import IGNORE_INDEX, PackedRows, fullest_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from gearbox.data.batches import IGNORE_INDEX
 from gearbox.distributed.unwrap import without_adapter
 from gearbox.errors import UserError
+from gearbox.rows.batches import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -20,9 +20,9 @@ from gearbox import filesystem
 from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
 from gearbox.checkpoint.train_state import StepResult, TrainState
 from gearbox.console import styled
-from gearbox.data.batches import StepBatch
 from gearbox.redact import redacted
 from gearbox.reporting import metrics_file
+from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None
 LINE_SECONDS = 10  # between two progress lines if the screen is not a terminal

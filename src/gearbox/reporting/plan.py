@@ -15,11 +15,11 @@ from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
 from gearbox.config.recipe_values import TITLES
 from gearbox.console import styled
-from gearbox.data.batches import PackedRows
 from gearbox.data.corpus import MappedCorpus
-from gearbox.data.splits import Leakage, TrainingRows, summarize_dropped
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
+from gearbox.rows.batches import PackedRows
+from gearbox.rows.splits import Leakage, TrainingRows, summarize_dropped
 
 WARNING = "warning"
 MANY_TRUNCATED = 0.05  # share of the documents

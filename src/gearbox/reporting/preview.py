@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from gearbox.console import styled
-from gearbox.data.batches import PackedRows
-from gearbox.data.packing import Corpus
 from gearbox.data.row_formats import JsonObject
-from gearbox.data.splits import Sample, TrainingRows
+from gearbox.rows.batches import PackedRows
+from gearbox.rows.packing import Corpus
+from gearbox.rows.splits import Sample, TrainingRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

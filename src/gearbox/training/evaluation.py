@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Eval
-from gearbox.data.batches import IGNORE_INDEX, PackedRows, make_step_batch
-from gearbox.data.splits import Sample
 from gearbox.distributed.engine import Engine
 from gearbox.model import export
+from gearbox.rows.batches import IGNORE_INDEX, PackedRows, make_step_batch
+from gearbox.rows.splits import Sample
 
 SHORT_TARGETS = 32  # a document with more is practically never predicted without any mistake
 

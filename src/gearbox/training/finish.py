@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from gearbox import ROOT
 from gearbox.console import make_console, styled
-from gearbox.data.splits import TrainingRows
 from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
@@ -24,6 +23,7 @@ from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
 from gearbox.reporting import html_report, preview
 from gearbox.reporting.plan import Plan
+from gearbox.rows.splits import TrainingRows
 from gearbox.training.run_folder import Run
 
 NUM_SHOWN_DOCUMENTS = 5  # in the report

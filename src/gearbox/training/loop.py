@@ -9,15 +9,15 @@ import torch
 
 from gearbox import processes
 from gearbox.checkpoint.train_state import StepResult, TrainState
-from gearbox.data import batches
-from gearbox.data.batches import Batch, StepBatch
-from gearbox.data.splits import TrainingRows
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.errors import UserError
 from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import pop_router_loss, router_weight
+from gearbox.rows import batches
+from gearbox.rows.batches import Batch, StepBatch
+from gearbox.rows.splits import TrainingRows
 from gearbox.training import evaluation
 from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead

@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from gearbox.data import batches
-from gearbox.data.batches import StepBatch
-from gearbox.data.splits import TrainingRows
 from gearbox.distributed.engine import Engine
+from gearbox.rows import batches
+from gearbox.rows.batches import StepBatch
+from gearbox.rows.splits import TrainingRows
 
 
 class RowsAhead:

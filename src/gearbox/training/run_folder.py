@@ -23,8 +23,6 @@ from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
-from gearbox.data.batches import PackedRows
-from gearbox.data.splits import Dropped
 from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError, one_line
@@ -32,6 +30,8 @@ from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
 from gearbox.redact import redacted
+from gearbox.rows.batches import PackedRows
+from gearbox.rows.splits import Dropped
 from gearbox.training import leftovers, resume
 from gearbox.world import World
 

@@ -14,10 +14,8 @@ from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
-from gearbox.data import corpus, splits
-from gearbox.data.batches import Batch, PackedRows, fullest_rows
+from gearbox.data import corpus
 from gearbox.data.corpus import MappedCorpus
-from gearbox.data.splits import Leakage, TrainingRows
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, tensor_parallel, verification
 from gearbox.distributed.engine import Engine
@@ -33,6 +31,9 @@ from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
+from gearbox.rows import splits
+from gearbox.rows.batches import Batch, PackedRows, fullest_rows
+from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.training import resume, run_folder
 from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Recipe
-from gearbox.data.packing import Chunks, Corpus, pack
 from gearbox.errors import UserError
+from gearbox.rows.packing import Chunks, Corpus, pack
 
 IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips it
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster

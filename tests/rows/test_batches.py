@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
-from gearbox.data.batches import (
+from gearbox.rows.batches import (
     IGNORE_INDEX,
     chain_hash,
     fullest_rows,
@@ -18,7 +18,7 @@ from gearbox.data.batches import (
     micro_batches_of,
     passes_of,
 )
-from gearbox.data.packing import chunk_documents, pack
+from gearbox.rows.packing import chunk_documents, pack
 from support.documents import Made, random_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

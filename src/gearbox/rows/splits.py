@@ -14,9 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox.config.recipe import Data, Recipe, listed
-from gearbox.data.batches import PackedRows, Sampler, make_sampler
-from gearbox.data.packing import Chunks, Corpus, chunk_documents
 from gearbox.errors import UserError
+from gearbox.rows.batches import PackedRows, Sampler, make_sampler
+from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

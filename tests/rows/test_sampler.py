@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
-from gearbox.data.batches import SLOTS, Sampler, chain_hash, micro_batches_of
 from gearbox.errors import UserError
+from gearbox.rows.batches import SLOTS, Sampler, chain_hash, micro_batches_of
 
 
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())

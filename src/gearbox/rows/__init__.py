@@ -1,0 +1,1 @@
+"""Pack tokenized documents into rows, choose the rows of each step, and build their batches."""
