@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
-from gearbox.config.recipe import Perf
-from gearbox.distributed import sequence_parallel, sharded_state
+from gearbox.config.recipe import Perf, Recipe
+from gearbox.distributed import fsdp_loading, sequence_parallel, sharded_state, tensor_parallel
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
 from gearbox.distributed.process_group import ProcessGroup, fill_sizes_by_width, runs_on_cpu
@@ -36,10 +36,8 @@ from gearbox.distributed.tensor_parallel import (
     split_groups_by_mesh,
 )
 from gearbox.distributed.unwrap import (
-    are_separate,
     checking_hooks,
     gather_ahead,
-    shares_parameters,
     step_on_local_shards,
     unwrap_optimizer,
     without_adapter,
@@ -298,6 +296,30 @@ def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
     )
 
 
+def reading_own_shard(accelerator: Accelerator, recipe: Recipe) -> AbstractContextManager[None]:
+    """Let from_pretrained keep only this rank's shard of each weight, if the engine shards them and the method can.
+
+    DoRA needs the norm of each full row of a matrix, and 4-bit weights are sharded after their quantization.
+    """
+    needs_all = recipe.model.quantize is not None or recipe.adapter.method == "dora"
+    rows = None if needs_all else fsdp_loading.row_range(accelerator)
+    return fsdp_loading.reading(rows, whole_ends=bool(recipe.model.add_tokens))
+
+
+def loading_options(gear: Gear, accelerator: Accelerator, recipe: Recipe) -> dict[str, Any]:
+    """Return options for `from_pretrained` that place the weights where the engine needs them.
+
+    Engines that keep full weights on a GPU load them there, tensor by tensor. ZeRO in bf16 rounds them anyway.
+    """
+    if gear.degree("tp") > 1:
+        return tensor_parallel.from_pretrained_kwargs(gear)
+    shards = gear.engine == "fsdp" or gear.zero_stage == 3
+    if accelerator.device.type == "cpu" or shards or recipe.model.quantize is not None:
+        return {}
+    dtype = {"dtype": torch.bfloat16} if gear.engine == "zero" and precision(gear) == "bf16" else {}
+    return {"device_map": {"": accelerator.device}, **dtype}
+
+
 def prepare(
     gear: Gear, accelerator: Accelerator, model: PreTrainedModel, optimizer: Optimizer, perf: Perf
 ) -> tuple[nn.Module, Optimizer]:
@@ -315,10 +337,10 @@ def prepare(
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
         # accelerate 1.15's prepare() would first import a name that transformers 5.23 no longer has.
-        with _for_fsdp(model, accelerator.device):
+        with fsdp_loading.wrapping(model, accelerator):
             model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
     elif gear.engine == "fsdp":
-        with _for_fsdp(model, accelerator.device):
+        with fsdp_loading.wrapping(model, accelerator):
             model, optimizer = accelerator.prepare(model, optimizer)
     else:
         if gear.engine == "zero":
@@ -347,41 +369,6 @@ def _average_in_bf16(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     return bf16_compress_hook(cast(dist.ProcessGroup, dist.group.WORLD), bucket)
-
-
-@contextmanager
-def _for_fsdp(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Prepare a model for accelerate's FSDP2, which fails on persistent buffers and on layers that are not there.
-
-    The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
-    until accelerate has sharded the parameters.
-    """
-    causal_lm = without_adapter(model)
-    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
-    names = [name for name in causal_lm._no_split_modules or () if are_separate(model, name, ends[0])]
-    causal_lm._no_split_modules = names
-    if shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
-        causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
-    held_back = []
-    for name, buffer in sharded_state.persistent_buffers(model):
-        sent = buffer.to(device)  # NCCL sends only what is on a GPU
-        dist.broadcast(sent, 0)
-        buffer.copy_(sent)
-        parent, _, own_name = name.rpartition(".")
-        held_back.append((model.get_submodule(parent), own_name))
-    for module, name in held_back:
-        module._non_persistent_buffers_set.add(name)
-    try:
-        yield
-    except ValueError as error:
-        if "transformer layer class" not in str(error):
-            raise
-        key = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
-        raise UserError(f"{key}: {one_line(error)} Remove the key to wrap the layers of the family") from None
-    for module, name in held_back:
-        module._non_persistent_buffers_set.discard(name)
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        vars(causal_lm).pop(name, None)
 
 
 def stage_of_rank(gear: Gear, rank: int) -> Stage | None:

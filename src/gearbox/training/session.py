@@ -17,7 +17,7 @@ from gearbox.console import make_console, styled
 from gearbox.data import corpus
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed import engine as engines
-from gearbox.distributed import pipeline_stages, process_group, sharded_state, tensor_parallel, verification
+from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
 from gearbox.distributed.unwrap import without_adapter
@@ -136,8 +136,9 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
-    placing = {**tensor_parallel.from_pretrained_kwargs(gear), "attn_implementation": attention}
-    loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
+    placing = {**engines.loading_options(gear, accelerator, recipe), "attn_implementation": attention}
+    with engines.reading_own_shard(accelerator, recipe):
+        loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)

@@ -1,0 +1,192 @@
+"""Read only this rank's rows of each weight, for an engine that shards weights by rows (FSDP2).
+
+`from_pretrained` maps the files of the weights into memory, which all ranks of a machine share, and passes on one
+tensor at a time. This rank copies its rows of it, and keeps no other memory. Until the engine has wrapped the model, a
+parameter is a stand-in: it has the shape of the full weight, and a single value in memory, NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import fsdp_utils
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, core_model_loading
+
+from gearbox.distributed.sharded_state import block_offsets, persistent_buffers
+from gearbox.distributed.unwrap import are_separate, shares_parameters, without_adapter
+from gearbox.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+OWN_ROWS = "own_rows"
+"""The attribute of a stand-in with this rank's rows of the weight."""
+READS_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers then leaves the buffers of other ranks empty
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The part `index` of `count` equal parts of a weight's rows, as FSDP2 divides them, and the device for it."""
+
+    index: int
+    count: int
+    device: torch.device
+
+    def of(self, num_rows: int) -> slice:
+        """Return this part of `num_rows` rows. All parts but the last ones are equally long; the last may be empty."""
+        size = -(-num_rows // self.count)
+        return slice(min(self.index * size, num_rows), min((self.index + 1) * size, num_rows))
+
+    def copy(self, full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of this part of a weight in `dtype`."""
+        return full[self.of(len(full))].to(self.device, dtype, copy=True).contiguous()
+
+
+def row_range(accelerator: Accelerator) -> RowRange | None:
+    """Return the rows of this rank under FSDP2, or None if its engine does not shard a model without weights."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not plugin.cpu_ram_efficient_loading or not dist.is_initialized():
+        return None
+    index, count = dist.get_rank(), dist.get_world_size()
+    mesh = accelerator.torch_device_mesh
+    if mesh is not None:  # its last dimension shards, the one before it replicates
+        shards = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+        index, count = shards.get_coordinate()[-1], shards.size(shards.ndim - 1)
+    is_offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    return RowRange(index, count, torch.device("cpu") if is_offloaded else accelerator.device)
+
+
+@contextmanager
+def reading(rows: RowRange | None, whole_ends: bool = False) -> Iterator[None]:
+    """Let from_pretrained keep only these rows of each weight; None keeps all.
+
+    With `whole_ends` the embedding and the output head stay whole, so that they can get more rows.
+    """
+    if rows is None:
+        yield
+        return
+    usual = {name: getattr(core_model_loading, name) for name in ("set_param_for_module", "_materialize_copy")}
+    before = {name: os.environ.get(name) for name in (READS_RANK_0, "HF_DEACTIVATE_ASYNC_LOAD")}
+
+    def keep_rows(model: PreTrainedModel, name: str, value: torch.Tensor, *others: Any) -> None:  # noqa: ANN401
+        """Set a parameter to a stand-in with this rank's rows of `value`, which is mapped from a file."""
+        place, _, own_name = name.rpartition(".")
+        module = model.get_submodule(place)
+        expected = getattr(module, own_name, None)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings()) if whole_ends else ()
+        if isinstance(expected, torch.Tensor):
+            dtype = _planned_dtype(model, name, expected.dtype)
+            is_cut = isinstance(expected, nn.Parameter) and expected.shape == value.shape and value.dim() > 0
+            if is_cut and module not in ends:
+                part = rows.copy(value, dtype)
+                nothing = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+                value = nn.Parameter(nothing.expand(value.shape), requires_grad=dtype.is_floating_point)
+                setattr(value, OWN_ROWS, part)
+            else:
+                value = value.to(dtype)
+        usual["set_param_for_module"](model, name, value, *others)
+
+    core_model_loading.set_param_for_module = keep_rows
+    core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: tensor[...]
+    os.environ.update({READS_RANK_0: "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"})  # threads would read far ahead
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(core_model_loading, name, function)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _planned_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter of a model of `dtype`: some families keep a few in fp32."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return dtype
+    pattern, groups, _ = core_model_loading.build_glob_alternation([*plan])
+    found = pattern.search(name)
+    return dtype if found is None else plan[groups[found.lastgroup]]
+
+
+def _collect(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's rows of each parameter that has a stand-in, by name. Tied parameters have two names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: part for name, parameter in named if (part := getattr(parameter, OWN_ROWS, None)) is not None}
+
+
+def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, Any], rows: RowRange) -> None:
+    """Give a model that FSDP2 has sharded on the meta device its weights.
+
+    `parts` are this rank's rows. Other weights, such as a new adapter's, are taken from rank 0's `full`. Every rank
+    must call this.
+    """
+    filled: dict[str, torch.Tensor] = {}
+    for name, sharded in model.state_dict().items():
+        assert isinstance(sharded, DTensor), name
+        if name in parts:
+            local = parts[name]
+        else:
+            sent = full[name].detach().to(sharded.device_mesh.device_type).contiguous()
+            dist.broadcast(sent, 0)
+            local = rows.copy(sent, sharded.dtype)
+        expected = sharded.to_local()
+        assert block_offsets(sharded, expected)[0] == rows.of(len(sharded)).start or not expected.numel(), name
+        assert (local.shape, local.dtype) == (expected.shape, expected.dtype), name
+        filled[name] = DTensor.from_local(
+            local,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+    model.load_state_dict(filled, assign=True)
+
+
+@contextmanager
+def wrapping(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Let accelerate wrap a model for FSDP2 with the rows that this rank has read.
+
+    accelerate would send all weights from rank 0. It also fails on persistent buffers and on layers that are not there.
+    The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
+    until accelerate has sharded the parameters.
+    """
+    causal_lm = without_adapter(model)
+    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    names = [name for name in causal_lm._no_split_modules or () if are_separate(model, name, ends[0])]
+    causal_lm._no_split_modules = names
+    if shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
+        causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
+    held_back = []
+    for name, buffer in persistent_buffers(model):
+        sent = buffer.to(accelerator.device)  # NCCL sends only what is on a GPU
+        dist.broadcast(sent, 0)
+        buffer.copy_(sent)
+        parent, _, own_name = name.rpartition(".")
+        held_back.append((model.get_submodule(parent), own_name))
+    for module, name in held_back:
+        module._non_persistent_buffers_set.add(name)
+    rows, parts, usual = row_range(accelerator), _collect(model), fsdp_utils.fsdp2_load_full_state_dict
+    if rows is not None:
+        fsdp_utils.fsdp2_load_full_state_dict = lambda _, sharded, full, **__: _fill(sharded, parts, full, rows)
+    try:
+        yield
+    except ValueError as error:
+        if "transformer layer class" not in str(error):
+            raise
+        key = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+        raise UserError(f"{key}: {one_line(error)} Remove the key to wrap the layers of the family") from None
+    finally:
+        fsdp_utils.fsdp2_load_full_state_dict = usual
+    for module, name in held_back:
+        module._non_persistent_buffers_set.discard(name)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        vars(causal_lm).pop(name, None)
