@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+MEBIBYTE = 2**20
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -60,6 +63,27 @@ def num_visible_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(path) for path in NVIDIA_GPUS.glob("*")] if visible is None else visible.split(",")
     return len([gpu for gpu in gpus if gpu not in ("", "-1")])
+
+
+@contextlib.contextmanager
+def returning_free_memory() -> Iterator[None]:
+    """Return each block of 1 MiB or more to the system as soon as it is freed, where the C library can do so.
+
+    The GNU C library otherwise keeps freed blocks up to 32 MiB, and small blocks between them hold them back: loading a
+    model tensor by tensor would leave as much free memory as the model has. Afterwards its usual upper limits hold.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        yield
+        return
+    set_option(M_MMAP_THRESHOLD, MEBIBYTE)
+    set_option(M_TRIM_THRESHOLD, MEBIBYTE)
+    try:
+        yield
+    finally:
+        set_option(M_MMAP_THRESHOLD, 32 * MEBIBYTE)
+        set_option(M_TRIM_THRESHOLD, 64 * MEBIBYTE)
 
 
 def return_free_memory() -> None:

@@ -11,14 +11,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import fsdp_utils
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, core_model_loading
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers.distributed.sharding_utils import _dtensor_from_local_like
 
 from gearbox.distributed.sharded_state import block_offsets, persistent_buffers
 from gearbox.distributed.unwrap import are_separate, shares_parameters, without_adapter
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 OWN_ROWS = "own_rows"
 """The attribute of a stand-in with this rank's rows of the weight."""
+MAPPED = "mapped"
+"""The attribute of a stand-in for a tied weight with its full value, to compare the two."""
 READS_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers then leaves the buffers of other ranks empty
 
 
@@ -73,36 +76,51 @@ def reading(rows: RowRange | None, whole_ends: bool = False) -> Iterator[None]:
     if rows is None:
         yield
         return
-    usual = {name: getattr(core_model_loading, name) for name in ("set_param_for_module", "_materialize_copy")}
-    before = {name: os.environ.get(name) for name in (READS_RANK_0, "HF_DEACTIVATE_ASYNC_LOAD")}
+    materialize = core_model_loading._materialize_copy
+    set_parameter, are_equal = core_model_loading.set_param_for_module, modeling_utils._tied_params_are_equal
 
     def keep_rows(model: PreTrainedModel, name: str, value: torch.Tensor, *others: Any) -> None:  # noqa: ANN401
         """Set a parameter to a stand-in with this rank's rows of `value`, which is mapped from a file."""
         place, _, own_name = name.rpartition(".")
         module = model.get_submodule(place)
         expected = getattr(module, own_name, None)
+        if not isinstance(expected, torch.Tensor):
+            set_parameter(model, name, value, *others)
+            return
+        dtype = _planned_dtype(model, name, expected.dtype)
+        shape = expected.to_local().shape if isinstance(expected, DTensor) else expected.shape
         ends = (model.get_input_embeddings(), model.get_output_embeddings()) if whole_ends else ()
-        if isinstance(expected, torch.Tensor):
-            dtype = _planned_dtype(model, name, expected.dtype)
-            is_cut = isinstance(expected, nn.Parameter) and expected.shape == value.shape and value.dim() > 0
-            if is_cut and module not in ends:
-                part = rows.copy(value, dtype)
-                nothing = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
-                value = nn.Parameter(nothing.expand(value.shape), requires_grad=dtype.is_floating_point)
-                setattr(value, OWN_ROWS, part)
-            else:
-                value = value.to(dtype)
-        usual["set_param_for_module"](model, name, value, *others)
+        if not isinstance(expected, nn.Parameter) or not shape or shape != value.shape or module in ends:
+            set_parameter(model, name, value.to(dtype), *others)
+            return
+        stand_in = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
+        set_parameter(model, name, stand_in, *others)
+        parameter = getattr(module, own_name)
+        setattr(parameter, OWN_ROWS, rows.copy(value, dtype))
+        if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
+            setattr(parameter, MAPPED, value)
+        if isinstance(parameter, DTensor):  # transformers has given the stand-in memory
+            parameter._local_tensor = stand_in
 
+    def mapped(parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter with its own values in place of the stand-in's."""
+        value = getattr(parameter, MAPPED, None)
+        if value is None:
+            return parameter
+        value = cast(torch.Tensor, value).to(parameter.dtype)
+        return _dtensor_from_local_like(value, parameter) if isinstance(parameter, DTensor) else value
+
+    variables = {name: os.environ.get(name) for name in (READS_RANK_0, "HF_DEACTIVATE_ASYNC_LOAD")}
+    os.environ.update({READS_RANK_0: "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"})  # threads would read far ahead
     core_model_loading.set_param_for_module = keep_rows
     core_model_loading._materialize_copy = lambda tensor, device=None, dtype=None: tensor[...]
-    os.environ.update({READS_RANK_0: "false", "HF_DEACTIVATE_ASYNC_LOAD": "1"})  # threads would read far ahead
+    modeling_utils._tied_params_are_equal = lambda source, target: are_equal(mapped(source), mapped(target))
     try:
         yield
     finally:
-        for name, function in usual.items():
-            setattr(core_model_loading, name, function)
-        for name, value in before.items():
+        core_model_loading.set_param_for_module, core_model_loading._materialize_copy = set_parameter, materialize
+        modeling_utils._tied_params_are_equal = are_equal
+        for name, value in variables.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
@@ -118,27 +136,35 @@ def _planned_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> tor
 
 def _collect(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return this rank's rows of each parameter that has a stand-in, by name. Tied parameters have two names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: part for name, parameter in named if (part := getattr(parameter, OWN_ROWS, None)) is not None}
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        vars(parameter).pop(MAPPED, None)
+        if hasattr(parameter, OWN_ROWS):
+            found[name] = getattr(parameter, OWN_ROWS)
+    return found
 
 
 def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, Any], rows: RowRange) -> None:
     """Give a model that FSDP2 has sharded on the meta device its weights.
 
-    `parts` are this rank's rows. Other weights, such as a new adapter's, are taken from rank 0's `full`. Every rank
-    must call this.
+    `parts` are this rank's rows. Other weights, such as a new adapter's, are taken from rank 0's `full`, unless tensor
+    parallelism has divided them among ranks. Every rank must call this.
     """
     filled: dict[str, torch.Tensor] = {}
+    has_tp = any(isinstance(tensor, DTensor) for tensor in full.values())
     for name, sharded in model.state_dict().items():
         assert isinstance(sharded, DTensor), name
         if name in parts:
             local = parts[name]
+        elif has_tp:
+            local = rows.copy(full[name].to_local() if isinstance(full[name], DTensor) else full[name], sharded.dtype)
         else:
             sent = full[name].detach().to(sharded.device_mesh.device_type).contiguous()
             dist.broadcast(sent, 0)
             local = rows.copy(sent, sharded.dtype)
         expected = sharded.to_local()
-        assert block_offsets(sharded, expected)[0] == rows.of(len(sharded)).start or not expected.numel(), name
+        first = rows.of(len(sharded)).start
+        assert has_tp or not expected.numel() or block_offsets(sharded, expected)[0] == first, name
         assert (local.shape, local.dtype) == (expected.shape, expected.dtype), name
         filled[name] = DTensor.from_local(
             local,
