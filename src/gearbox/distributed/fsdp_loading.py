@@ -1,8 +1,8 @@
 """Read only this rank's rows of each weight, for an engine that shards weights by rows (FSDP2).
 
 `from_pretrained` maps the files of the weights into memory, which all ranks of a machine share, and passes on one
-tensor at a time. This rank copies its rows of it, and keeps no other memory. Until the engine has wrapped the model, a
-parameter is a stand-in: it has the shape of the full weight, and a single value in memory, NaN.
+tensor at a time. This rank copies its rows of each matrix, and keeps no other memory. Until the engine has wrapped the
+model, the matrix is a stand-in: it has the shape of the full one, and a single value in memory, NaN.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def reading(rows: RowRange | None, whole_ends: bool = False) -> Iterator[None]:
         dtype = _planned_dtype(model, name, expected.dtype)
         shape = expected.to_local().shape if isinstance(expected, DTensor) else expected.shape
         ends = (model.get_input_embeddings(), model.get_output_embeddings()) if whole_ends else ()
-        if not isinstance(expected, nn.Parameter) or not shape or shape != value.shape or module in ends:
+        if not isinstance(expected, nn.Parameter) or len(shape) < 2 or shape != value.shape or module in ends:
             set_parameter(model, name, value.to(dtype), *others)
             return
         stand_in = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
