@@ -74,6 +74,7 @@ bench: $(STAMP) smollm2  ## compare with other trainers, and measure data, check
 	$(BIN)/python benchmarks/peers $(if $(FILE),--file $(FILE)) $(PEERS)
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/pipeline.py
 

@@ -69,8 +69,8 @@ def num_visible_gpus() -> int:
 def returning_free_memory() -> Iterator[None]:
     """Return each block of 1 MiB or more to the system as soon as it is freed, where the C library can do so.
 
-    The GNU C library otherwise keeps freed blocks up to 32 MiB, and small blocks between them hold them back: loading a
-    model tensor by tensor would leave as much free memory as the model has. Afterwards its usual upper limits hold.
+    The GNU C library otherwise keeps freed blocks up to 32 MiB for itself. Loading a model tensor by tensor would leave
+    as much free memory as the model has. Afterwards the library's usual upper limits hold.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

@@ -4,12 +4,15 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import transformers
 
 from gearbox import ROOT
 from gearbox.data import corpus, tokenization
+from gearbox.distributed import process_group
+from gearbox.model import loading
 from support.corpora import jsonl
 
 
@@ -31,6 +34,31 @@ def test_a_model_that_leaks_between_packed_documents_trains_one_per_row(train, t
     padded = train(gear, *given, "data.packing=false", ranks=2 if gear != "single" else 1)
     assert packed.losses == padded.losses
     assert "packing is off" not in padded.output
+
+
+@pytest.mark.parametrize(("gear", "reads_own"), [("fsdp", True), ("ddp", False)])
+def test_machines_with_different_weights_are_refused_where_each_reads_its_own(
+    train, tmp_path, monkeypatch, gear, reads_own
+):
+    """Let each rank be on a machine of its own, with its own copy of the weights."""
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        settings = transformers.LlamaConfig(
+            vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            initializer_range=0.1 + rank / 10, pad_token_id=0,
+        )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(ROOT / "recipes/tiny").save_pretrained(folder)
+    usual = loading.digests_of_weights
+    monkeypatch.setattr(process_group, "is_first_rank_of_node", lambda: True)
+    monkeypatch.setattr(
+        loading, "digests_of_weights",
+        lambda origin: usual(replace(origin, name=str(tmp_path / os.environ["RANK"]))),
+    )  # fmt: skip
+    given = (f"model.name={tmp_path}/0", "model.init=pretrained", "run.rehearse=false")
+    outcome = train(gear, *given, ranks=2)
+    assert ("copy the same files to all machines" in outcome.output) == reads_own, outcome.output
+    assert set(outcome.codes) == ({2} if reads_own else {0})
 
 
 def test_dropped_documents_are_listed_in_the_runs_folder(train, tmp_path):

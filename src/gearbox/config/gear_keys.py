@@ -119,7 +119,7 @@ FSDP: Table = {
     "fsdp_auto_wrap_policy": honoured(choice("TRANSFORMER_BASED_WRAP", "NO_WRAP"), "what is gathered at a time"),
     "fsdp_transformer_layer_cls_to_wrap": honoured(TEXT, "the layers that are gathered one at a time"),
     "fsdp_min_num_params": refused("is for SIZE_BASED_WRAP, which FSDP version 2 cannot apply to a model; remove it"),
-    "fsdp_cpu_ram_efficient_loading": honoured(SPELLED, "shard the weights that rank 0 has read"),
+    "fsdp_cpu_ram_efficient_loading": honoured(SPELLED, "each rank reads only its rows; `false`: all of them"),
     "fsdp_state_dict_type": ignored(
         choice("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"), "checkpoints do not depend on the engine"
     ),

@@ -2,7 +2,7 @@
 
 `from_pretrained` maps the files of the weights into memory, which all ranks of a machine share, and passes on one
 tensor at a time. This rank copies its rows of each matrix, and keeps no other memory. Until the engine has wrapped the
-model, the matrix is a stand-in: it has the shape of the full one, and a single value in memory, NaN.
+model, a stand-in has the shape of the full matrix, and a single value in memory: NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Add adapters and tokens to a loaded model, before an engine wraps it.
 
 Every gear calls these functions on the same weights, so all gears start identically. ZeRO-3 has already partitioned the
-weights and gathers them one at a time here. Under FSDP every rank has read the weights, but only rank 0's result is
-used: the other ranks receive it.
+weights and gathers them one at a time here. Under FSDP a rank holds only its rows of each matrix. All ranks receive
+what rank 0 has added.
 """
 
 from __future__ import annotations

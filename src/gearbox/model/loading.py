@@ -245,19 +245,21 @@ def _check_quantized(loaded: PreTrainedModel, model: Model) -> None:
 def fingerprint(source: str, recipe: Recipe) -> str | None:
     """Return a text that identifies the frozen weights under an adapter, or None if all weights are trained.
 
-    Weights in a folder are identified by their content, those from the Hub by their commit. The adapter at adapter.path
-    is included.
+    The adapter at adapter.path is included.
     """
     if recipe.adapter.method == "none":
         return None
-    origin = Pretrained.of(recipe.model, source)
-    if origin.folder is not None:
-        digests = [digest_of(file) for file in origin.weight_files()]
-    else:
-        digests = [str(getattr(origin.config(), "_commit_hash", None))]
+    digests = digests_of_weights(Pretrained.of(recipe.model, source))
     if recipe.adapter.path is not None:
         digests.append(digest_of(Path(recipe.adapter.path) / WEIGHTS))
     return " ".join(digests)
+
+
+def digests_of_weights(origin: Pretrained) -> list[str]:
+    """Return the digest of each file of weights in a folder, or the commit of weights from the Hub."""
+    if origin.folder is None:
+        return [str(getattr(origin.config(), "_commit_hash", None))]
+    return [digest_of(file) for file in origin.weight_files()]
 
 
 def load_for_answers(

@@ -5,6 +5,7 @@ The order matters: every rank makes the same collective calls, and each function
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from gearbox import processes
 from gearbox.checkpoint import disk_space
 from gearbox.config.compatibility import check_architecture
+from gearbox.config.gear import Gear
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
@@ -124,7 +126,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
         world.screen.print(f"hint: {hint}")
     if recipe.model.init == "pretrained":
-        _check_weights_of_nodes(origin, config, world)
+        _check_weights_of_nodes(origin, config, gear, world)
     if gear.degree("pp") > 1:
         narrow = random_init.shrink_config(config, tokenizer, num_layers=NARROW_LAYERS)
         pipeline_stages.check_stages_equal_whole(narrow)
@@ -148,16 +150,28 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
 
 
-def _check_weights_of_nodes(origin: Pretrained, config: PretrainedConfig, world: ProcessGroup) -> None:
-    """Raise UserError on every rank if one machine's copy of the weights cannot be used."""
-    problem = None
-    if process_group.is_first_rank_of_node():
+def _check_weights_of_nodes(origin: Pretrained, config: PretrainedConfig, gear: Gear, world: ProcessGroup) -> None:
+    """Raise UserError on every rank if one machine's copy of the weights cannot be used, or if copies differ.
+
+    DDP and ZeRO send the weights of rank 0. Under other engines each machine's ranks read their shards from its copy.
+    """
+    is_first, problem = process_group.is_first_rank_of_node(), None
+    if is_first:
         try:
             loading.check_weights(origin, config)
         except UserError as error:
             problem = str(error)
     if problems := [found for found in world.gather(problem) if found is not None]:
         raise UserError(problems[0])
+    if sum(world.gather(is_first)) == 1 or gear.engine in ("ddp", "zero"):
+        return
+    copies = world.gather((socket.gethostname(), loading.digests_of_weights(origin)) if is_first else None)
+    (first, digests), *others = [copy for copy in copies if copy is not None]
+    if different := [name for name, other in others if other != digests]:
+        raise UserError(
+            f"model.name: the weights of {origin.name!r} on {different[0]} differ from those on {first}; copy the same "
+            "files to all machines, or use a shared folder"
+        )
 
 
 def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
