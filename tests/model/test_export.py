@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from gearbox.model import export
 from support.methods import two_models
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -21,12 +22,7 @@ def models(tmp_path_factory):
 @pytest.fixture
 def small_files(monkeypatch):
     """Write several files and an index, as for a large model."""
-    usual = transformers.PreTrainedModel.save_pretrained
-
-    def save(self, folder, **options):
-        usual(self, folder, max_shard_size="60KB", **options)
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", save)
+    monkeypatch.setattr(export, "SHARD_BYTES", 60_000)
 
 
 def of_dtype(folder, copy, dtype, key):

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gearbox import ROOT
 from gearbox.console import make_console, styled
-from gearbox.distributed import full_parameters
 from gearbox.distributed.engine import Engine
+from gearbox.distributed.full_parameters import FullParameters
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
 from gearbox.launch.environment import without_launcher
@@ -52,7 +52,7 @@ def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchd
 def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> None:
     """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time."""
     recipe = engine.job.recipe
-    parameters = full_parameters.iter_full_parameters(
+    parameters = FullParameters(
         engine.unwrapped,
         engine.world,
         engine.device,
