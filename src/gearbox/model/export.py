@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in one file, unless a single tensor has more."""
+FILE_DTYPES = DTYPES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}  # a tower may be published so
 
 
 def save(
@@ -232,13 +233,15 @@ class ShardedFiles:
 
     def _write_header(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Write a file with its header and room for its tensors. Those of wide elements come first, for alignment."""
-        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), DTYPES[tensors[name].dtype], name))
+        order = sorted(
+            tensors, key=lambda name: (-tensors[name].element_size(), FILE_DTYPES[tensors[name].dtype], name)
+        )
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in order:
             tensor, self._start[name] = tensors[name], at
             places = [at, at := at + tensor.nbytes]
-            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
+            header[name] = {"dtype": FILE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         for name in order:
