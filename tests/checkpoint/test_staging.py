@@ -1,5 +1,6 @@
 """Test that tensors reach a shard's file through any buffer, and that the memory for their copies is checked."""
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -110,6 +111,9 @@ def test_without_memory_training_waits_for_each_save(train, tmp_path, monkeypatc
     usual, marks = Staging.write, tmp_path / "marks"
 
     def write(self, path):
+        deadline, begun = time.monotonic() + 0.2, TrainState.now
+        while TrainState.now == begun and time.monotonic() < deadline:  # training would advance
+            time.sleep(0.01)
         facts = usual(self, path)
         with marks.open("a") as file:
             file.write(f"{TrainState.now - 1} {self.buffer.numel()}\n")
