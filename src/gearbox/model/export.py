@@ -32,7 +32,7 @@ from gearbox.distributed import pipeline_stages
 from gearbox.distributed.full_parameters import FullParameters
 from gearbox.distributed.unwrap import is_composite, without_adapter
 from gearbox.model import dropout
-from gearbox.model.pretrained import INDEX, Pretrained
+from gearbox.model.pretrained import ADAPTER, INDEX, Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -267,6 +267,16 @@ class ShardedFiles:
         if self.is_sharded:
             content = {"metadata": self.total, "weight_map": self.file_of}
             filesystem.write(self.folder / INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def bytes_to_load(folder: Path) -> int:
+    """Return the size of the weights that loading a saved model needs: for an adapter, mostly those of its base."""
+    saved = Pretrained(str(folder), is_adapter=(folder / ADAPTER).exists())
+    files = saved.weight_files()
+    if saved.is_adapter:
+        settings = filesystem.read_json_object(folder / ADAPTER)
+        files += Pretrained(settings["base_model_name_or_path"], settings.get("revision")).weight_files()
+    return sum(path.stat().st_size for path in files)
 
 
 def stops(model: PreTrainedModel | PeftModel) -> set[int]:
