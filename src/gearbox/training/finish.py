@@ -100,7 +100,7 @@ def report(
 
 
 def _memory_problem(folder: Path) -> str:
-    """Return why a second process cannot load the saved model while the trained one exists; an empty string if it can."""
+    """Return why the saved model does not fit in host memory in addition to the trained one; empty if it fits."""
     need, free = export.bytes_to_load(folder), processes.free_memory()
     if need <= free:
         return ""
