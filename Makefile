@@ -70,12 +70,13 @@ slurm-test: $(STAMP)  ## run jobs on a real two-node Slurm (45 min; needs root, 
 commands: $(STAMP)  ## run every command of README and docs as a user would
 	$(BIN)/pytest -m commands
 
-bench: $(STAMP) smollm2  ## compare with other trainers, and measure data, checkpoints and pipelines; FILE=alpaca.json
+bench: $(STAMP) smollm2  ## compare with other trainers, and measure data, checkpoints, exports and pipelines; FILE=alpaca.json
 	$(BIN)/python benchmarks/peers $(if $(FILE),--file $(FILE)) $(PEERS)
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
 	$(BIN)/python benchmarks/million.py
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/saving.py
+	$(BIN)/python benchmarks/exporting.py
 	$(BIN)/python benchmarks/pipeline.py
 
 pictures: $(STAMP)  ## measure and draw docs/pictures and the proof table of README (15 min)

@@ -76,6 +76,7 @@ def memory(folder: Path) -> None:
             (model / file.name).write_bytes(file.read_bytes())
 
     def watched(self: checkpointer.Checkpointer, state: TrainState) -> None:
+        assert not self.staging.in_foreground, "too little memory is free to measure a save in the background"
         me, before, peak = psutil.Process(), psutil.Process().memory_info().rss, [0]
 
         def look() -> None:

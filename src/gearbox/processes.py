@@ -90,3 +90,47 @@ def return_free_memory() -> None:
     """Return memory that is free inside this process to the system, where the C library can do so."""
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: not glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this process can still take on this machine, or in its container if less."""
+    free, room = psutil.virtual_memory().available, cgroup_room()
+    return free if room is None else min(free, room)
+
+
+def cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes left below the memory limits of this process's control groups; None without a limit.
+
+    Cached files do not count, because the system frees them when memory is needed.
+    """
+    rooms = []
+    for folder in _memory_groups(root):
+        for limit, used, cached in (
+            ("memory.max", "memory.current", ("file", "shmem")),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_cache", "total_shmem")),  # version 1
+        ):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                room = int((folder / limit).read_text()) - int((folder / used).read_text())
+                rooms.append(room + _cached(folder / "memory.stat", *cached))
+    return max(0, min(rooms)) if rooms else None
+
+
+def _memory_groups(root: Path) -> list[Path]:
+    """Return the folders of the control groups that limit this process's memory. A container may show only `root`."""
+    folders = [root, root / "memory"]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds or "memory" in kinds.split(","):
+                base = root / "memory" if kinds else root
+                group = base / path.strip("/")
+                folders += [one for one in (group, *group.parents) if one.is_relative_to(base) and one != base]
+    return folders
+
+
+def _cached(statistics: Path, files: str, shared: str) -> int:
+    """Return the bytes of cached files, without the shared memory that is counted as files; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        numbers = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+        return int(numbers[files]) - int(numbers[shared])
+    return 0

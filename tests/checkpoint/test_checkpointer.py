@@ -5,12 +5,14 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 import time
 
 import pytest
 
+from gearbox import processes
 from gearbox.checkpoint import checkpointer, folders
-from gearbox.checkpoint.staging import Staging
+from gearbox.checkpoint.staging import HostReader, Staging
 from gearbox.checkpoint.train_state import TrainState
 from support import ledger
 from support.faults import STEPS, at_step, count_steps, patch_step
@@ -56,6 +58,62 @@ def test_a_full_disk_at_the_last_step_is_retried(train, monkeypatch):
     assert outcome.codes == [0, 0], outcome.output
     assert [line["saved"] for line in outcome.lines("saved")] == [8]
     assert outcome.output.count("checkpoint of step 8 not written") == 2
+
+
+def test_every_failure_of_a_save_is_retried(train, monkeypatch):
+    """Let one rank fail at each moment of a save. All ranks agree on it, and no failure ends the run."""
+
+    def failing(owner, name, rank, step, error):
+        usual = getattr(owner, name)
+
+        def call(*given):
+            if TrainState.now - 1 == step and int(os.environ["RANK"]) == rank:
+                raise error
+            return usual(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    class Thread(threading.Thread):
+        def start(self):
+            if self.name == "save" and TrainState.now - 1 == 14 and os.environ["RANK"] == "1":
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    count_steps(monkeypatch)
+    failing(HostReader, "prepare", 1, 4, RuntimeError("CUDA error: out of memory"))  # pinned memory
+    failing(HostReader, "parts", 0, 6, RuntimeError("CUDA error: an illegal memory access"))
+    failing(Staging, "write", 1, 8, MemoryError("of the digest"))
+    failing(folders, "commit", 0, 10, MemoryError("of the manifest"))
+    monkeypatch.setattr(threading, "Thread", Thread)
+    outcome = train("ddp", *STEPS, "train.steps=17", "save.every=2", "save.keep=9", ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    failed = {line["save_failed"]: line["save_error"] for line in outcome.lines("save_failed")}
+    assert failed.keys() == {4, 6, 8, 10, 14}
+    assert failed[4] == "rank 1: RuntimeError: CUDA error: out of memory"
+    assert failed[6] == "rank 0: RuntimeError: CUDA error: an illegal memory access"
+    assert failed[8].startswith("rank 1: host memory: Cannot allocate memory: needs ")
+    assert failed[14] == "rank 1: RuntimeError: can't start new thread"
+    assert outcome.output.count("not written") == 5 and outcome.output.count("from now on training waits") == 2
+    assert [line["saved"] for line in outcome.lines("saved")] == [2, 12, 16, 17]
+    assert ledger.whole_checkpoint(outcome.folder / "checkpoints") == 17 and ledger.leftovers(outcome.folder) == []
+
+
+def test_memory_that_is_short_during_the_run(train, monkeypatch):
+    """The first save finds less memory than the plan did. Later ones are written without a copy."""
+    usual = processes.free_memory
+
+    def shrinking():
+        return 2**10 if hasattr(TrainState, "now") and TrainState.now > 1 and os.environ["RANK"] == "1" else usual()
+
+    count_steps(monkeypatch)
+    monkeypatch.setattr(processes, "free_memory", shrinking)
+    outcome = train("fsdp", *STEPS, ranks=2)
+    assert outcome.codes == [0, 0], outcome.output
+    assert "in the foreground" not in outcome.output
+    (failure,) = outcome.lines("save_failed")
+    assert "rank 1: host memory: Cannot allocate memory: needs 0.6 MiB, has 0.0 MiB free" in failure["save_error"]
+    assert [line["saved"] for line in outcome.lines("saved")] == [4, 6, 8]
+    assert ledger.whole_checkpoint(outcome.folder / "checkpoints") == 8
 
 
 def test_a_save_slower_than_the_hang_timeout_is_not_a_hang(train, monkeypatch):

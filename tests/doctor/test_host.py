@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gearbox import ROOT
+from gearbox import ROOT, processes
 from gearbox.config.gear import load_gear
 from gearbox.doctor import finding, host
 from gearbox.doctor.finding import Finding
@@ -124,10 +124,12 @@ def test_a_finding_that_all_machines_share_is_listed_once():
 def test_the_memory_of_a_container(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text(str(2**30))
-    assert host._cgroup_room(tmp_path) is None
+    assert processes.cgroup_room(tmp_path) is None
     (tmp_path / "memory.max").write_text(str(4 * 2**30))
-    assert host._cgroup_room(tmp_path) == 3 * 2**30
-    monkeypatch.setattr(host, "_cgroup_room", lambda: 3 * 2**30)
+    assert processes.cgroup_room(tmp_path) == 3 * 2**30
+    (tmp_path / "memory.stat").write_text(f"anon 1\nfile {2**29}\nshmem {2**28}\n")
+    assert processes.cgroup_room(tmp_path) == 3 * 2**30 + 2**28, "cached files can be freed"
+    monkeypatch.setattr(processes, "cgroup_room", lambda: 3 * 2**30)
     assert host.memory(1).colour == "green"
     assert "3 GiB free below the container's limit; 2 ranks take" in host.memory(2).text
 

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import ask
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
+from gearbox.distributed.full_parameters import FullParameters
 from gearbox.errors import UserError
 from gearbox.model import adapters, export, loading
 from gearbox.model.pretrained import Pretrained
 from support.methods import short, two_models
+from support.world import SingleProcess
 
 ODD = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", "odd.Odd"]}}
 CODE = "import os\nos.mkdir({mark!r})\nfrom transformers import PreTrainedTokenizerFast\n"
@@ -36,7 +38,7 @@ def saved(tmp_path_factory):
     tokenizer = loading.load_tokenizer(recipe.model, None, False)
     adapted = loading.load(str(model), recipe, tokenizer, "no")
     names = adapters.saved_frozen_names(adapted, recipe)
-    tensors = [(n, p.data) for n, p in adapted.named_parameters() if p.requires_grad or n in names]
+    tensors = FullParameters(adapted, SingleProcess(), torch.device("cpu"), only_trainable=True, also=names)
     export.save(adapted, tensors, tokenizer, str(model), torch.float32, folder / "adapter")
     shutil.copytree(model, folder / "sharded")
     (folder / "sharded" / "model.safetensors").unlink()
@@ -285,7 +287,8 @@ def test_a_published_generation_config_with_a_fault_can_be_saved(saved, tmp_path
     tokenizer = loading.load_tokenizer(recipe.model, None, False)
     model = loading.load(str(folder), recipe, tokenizer, "no")
     export.stop_at(model, {5})
-    export.save(model, [*model.named_parameters()], tokenizer, str(folder), torch.float32, tmp_path / "saved")
+    tensors = FullParameters(model, SingleProcess(), torch.device("cpu"), only_trainable=False)
+    export.save(model, tensors, tokenizer, str(folder), torch.float32, tmp_path / "saved")
     assert 5 in json.loads((tmp_path / "saved/generation_config.json").read_text())["eos_token_id"]
 
 

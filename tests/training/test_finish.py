@@ -6,7 +6,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from gearbox import ROOT
+from gearbox import ROOT, processes
 from gearbox.training import finish
 from support.cold import survivors
 
@@ -38,3 +38,14 @@ def test_a_signal_while_the_saved_model_is_asked(train, tmp_path, monkeypatch, n
         left = "stopped before the saved model was asked; run: python "
         assert status["text"].startswith(left) and left in outcome.output
         assert status["text"].endswith(f"{outcome.folder}/model Hello")
+
+
+@pytest.mark.parametrize(("method", "needed"), [("none", "0.4 MiB"), ("lora", "0.5 MiB")])
+def test_a_model_that_does_not_fit_in_memory_twice_is_not_asked(train, monkeypatch, method, needed):
+    monkeypatch.setattr(finish, "ask_saved", lambda *_: pytest.fail("it would be loaded"))
+    monkeypatch.setattr(processes, "free_memory", lambda: 2**18)
+    outcome = train("single", f"adapter.method={method}", "run.name=x", load_back=True)
+    assert outcome.codes == [0], outcome.output
+    status = json.loads((outcome.folder / "status.json").read_text())
+    why = f"the saved model was not asked: 0.2 MiB of host memory free, {needed} needed; run: python "
+    assert status["outcome"] == "done" and status["text"].startswith(why) and why in outcome.output

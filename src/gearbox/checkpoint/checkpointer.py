@@ -21,12 +21,12 @@ from uuid import uuid4
 
 from gearbox import filesystem
 from gearbox.checkpoint import folders
-from gearbox.checkpoint.disk_space import DiskPlan, explain_write_error
+from gearbox.checkpoint.disk_space import DiskPlan, explain_write_error, lacks_memory
 from gearbox.checkpoint.manifest import Manifest, ShardFacts, shard_name
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.staging import Staging
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line_with_type
 from gearbox.world import World
 
 RETRY_STEPS = 10  # steps until a failed save is retried
@@ -92,6 +92,8 @@ class _Outcome:
     files: dict[str, ShardFacts] = field(default_factory=dict)
     host: str = ""
     error: str = ""
+    lacks_memory: bool = False
+    """True if a copy of the shard does not fit in host memory."""
 
 
 class Checkpointer:
@@ -152,17 +154,23 @@ class Checkpointer:
         self._retry_at = None
         self._step = state.step
         self._manifest = self.source.manifest(state)
-        shards, full = self.source.local_shards(), None
+        shards, problem = self.source.local_shards(), None
         try:
             self.staging.stage(shards)
-        except OSError as error:  # from save.stage
-            full = OSError(error.errno, error.strerror, self.disk.save.stage)
+        except Exception as error:  # of this rank; all ranks agree on it when all are done
+            problem = error
+            if isinstance(error, OSError) and error.filename is None:
+                problem = OSError(error.errno, error.strerror, self.disk.save.stage)
         self._started, self._stall = started, time.perf_counter() - started
-        self._work(lambda: self._write_shard(full))
+        self._work(lambda: self._write_shard(problem))
+        if self.staging.in_foreground:
+            self._wait()
 
     def _make_staging(self) -> Staging:
         """Create the staging. Raise UserError on all ranks if any rank cannot write to save.stage."""
         staging, folder, problem = Staging(), self.disk.save.stage, None
+        if self.disk.memory_problem:
+            staging.stay_in_foreground()
         if folder is not None:
             try:
                 staging = Staging(Path(folder))
@@ -181,9 +189,9 @@ class Checkpointer:
         """The folder that shards are written to before the commit."""
         return self._folder.with_name(f"{self._folder.name}.tmp-{self.run_id}") if self.disk.renames else self._folder
 
-    def _write_shard(self, full: OSError | None) -> _Outcome:
-        if full is not None:
-            raise full
+    def _write_shard(self, problem: Exception | None) -> _Outcome:
+        if problem is not None:
+            raise problem
         name = shard_name(self.world.rank, "" if self.disk.renames else self.run_id)
 
         def write() -> ShardFacts:
@@ -211,9 +219,9 @@ class Checkpointer:
             self._thread.join()
         assert self._manifest is not None
         outcomes = self.world.gather(self._outcome)
-        problems = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
-        if problems:
-            self._abort(problems)
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error}
+        if failed:
+            self._abort(failed)
         elif not self._is_committing:
             files = {name: facts for outcome in outcomes for name, facts in outcome.files.items()}
             here = socket.gethostname()
@@ -229,21 +237,36 @@ class Checkpointer:
             self._stall += time.perf_counter() - started
             seconds = time.perf_counter() - self._started
             self.listener.saved(SaveFacts(self._step, num_bytes, round(self._stall, 4), round(seconds, 3)))
-            self.staging.release()
+            self._release()
             self._step = 0
 
-    def _abort(self, problems: dict[int, str]) -> None:
-        """Abandon this save. The last good checkpoint stays, training continues, and a later step retries."""
+    def _abort(self, failed: dict[int, _Outcome]) -> None:
+        """Abandon this save. The last good checkpoint stays, training continues, and a later step retries.
+
+        If a copy of a shard does not fit in host memory, nothing is copied from now on.
+        """
         if self.world.rank == 0:
             with suppress(OSError):  # a later start deletes leftovers, or a later save overwrites them
                 folders.delete_folder(self._aside)
-        self.staging.release()
-        others = "" if len(problems) == 1 else f" (and {len(problems) - 1} more ranks)"
-        rank, error = next(iter(problems.items()))
-        self.listener.save_failed(SaveFailure(self._step, f"rank {rank}{others}: {error}", self.saved_step))
+        self._release()
+        others = "" if len(failed) == 1 else f" (and {len(failed) - 1} more ranks)"
+        rank, outcome = next(iter(failed.items()))
+        text = f"rank {rank}{others}: {outcome.error}"
+        if self.disk.save.stage is None and any(one.lacks_memory for one in failed.values()):
+            self.staging.stay_in_foreground()
+            text += "; from now on training waits while a checkpoint is written"
+        self.listener.save_failed(SaveFailure(self._step, text, self.saved_step))
         every = self.disk.save.every
         self._retry_at = self._step + min(RETRY_STEPS, every or RETRY_STEPS)
         self._step, self._is_committing, self._outcome = 0, False, _Outcome()
+
+    def _release(self) -> None:
+        with suppress(OSError):  # the next save overwrites what is left on the local disk
+            self.staging.release()
+
+    def close(self) -> None:
+        """Free the memory of the copies. No save may follow."""
+        self.staging = Staging()
 
     def _wait(self) -> None:
         """Finish the save in progress."""
@@ -265,11 +288,15 @@ class Checkpointer:
                 self._outcome = job()
             except Exception as error:
                 self._outcome = _Outcome(error=f"{type(error).__name__}: {error}")  # kept if explaining fails
-                self._outcome = _Outcome(error=explain_write_error(error, self.disk.folder, need))
+                why = explain_write_error(error, self.disk.folder, need)
+                self._outcome = _Outcome(error=why, lacks_memory=lacks_memory(error))
 
         self._outcome = _Outcome()
         self._thread = threading.Thread(target=run, name="save", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no more threads
+            self._thread, self._outcome = None, _Outcome(error=one_line_with_type(error))
 
     def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

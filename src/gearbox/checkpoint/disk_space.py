@@ -1,16 +1,22 @@
-"""Check that checkpoints fit on the disk, and explain failed writes."""
+"""Check that checkpoints fit on the disk and their copies in host memory, and explain failed saves."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from gearbox import filesystem
+from gearbox import filesystem, processes
 from gearbox.config.recipe import Save
 from gearbox.console import format_bytes
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.world import World
+
+HOST_MEMORY = "host memory"
+"""The place that an error names if memory is short."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,8 @@ class DiskPlan:
     free_bytes: int
     rename_problem: str
     """The reason why a rename cannot commit a checkpoint here; empty if it can."""
+    memory_problem: str = ""
+    """The reason why training waits until a checkpoint is written; empty if it continues meanwhile."""
 
     @property
     def renames(self) -> bool:
@@ -36,10 +44,28 @@ class DiskPlan:
         when = f"each, every {every:,} steps; newest {self.save.keep} and the best kept"
         line = f"{size} {when}" if every else f"{size}, only when a signal ends the run"
         line += f"; {format_bytes(self.free_bytes)} free"
+        line += f"; saved in the foreground: {self.memory_problem}" if self.memory_problem else ""
         return line + (f"; committed by their manifest: {self.rename_problem}" if self.rename_problem else "")
 
 
-def plan_checkpoints(folder: Path, save: Save, num_bytes: int) -> DiskPlan:
+def memory_problem(save: Save, num_bytes: int, num_bytes_to_come: int, world: World) -> str:
+    """Return why the copies of a checkpoint's shards do not fit in host memory; an empty string if they do.
+
+    Every rank calls it. `num_bytes_to_come` of host memory are not taken yet, but will be before the first save.
+    """
+    if save.stage is not None:
+        return ""
+    free_by_rank = world.gather((socket.gethostname(), processes.free_memory()))
+    for host in dict(free_by_rank):
+        free = [bytes_free for name, bytes_free in free_by_rank if name == host]
+        need = (num_bytes + num_bytes_to_come) * len(free) // world.size
+        if need > min(free):
+            where = "" if len(dict(free_by_rank)) == 1 else f" on {host}"
+            return f"{format_bytes(min(free))} of host memory free{where}, {format_bytes(need)} needed"
+    return ""
+
+
+def plan_checkpoints(folder: Path, save: Save, num_bytes: int, memory_problem: str = "") -> DiskPlan:
     """Plan for checkpoints of `num_bytes` each. Raise UserError if they do not fit or the folder is not writable.
 
     The disk holds the checkpoints to keep, the best one, and one more that is written before the oldest is deleted.
@@ -56,11 +82,14 @@ def plan_checkpoints(folder: Path, save: Save, num_bytes: int) -> DiskPlan:
         problem = filesystem.rename_problem(folder)
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}") from None
-    return DiskPlan(folder, save, num_bytes, free, problem)
+    return DiskPlan(folder, save, num_bytes, free, problem, memory_problem)
 
 
 def explain_write_error(error: Exception, folder: Path, need: int) -> str:
-    """Explain in one line why a shard of `need` bytes could not be written."""
+    """Explain in one line why a shard of `need` bytes could not be staged or written."""
+    if lacks_memory(error):
+        free = format_bytes(processes.free_memory())
+        return f"{HOST_MEMORY}: {os.strerror(errno.ENOMEM)}: needs {format_bytes(need)}, has {free} free"
     if isinstance(error, OSError) and error.errno in filesystem.NO_SPACE:
         folder = Path(error.filename or folder)
         free = format_bytes(free_bytes(folder))
@@ -68,6 +97,11 @@ def explain_write_error(error: Exception, folder: Path, need: int) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or folder}: {error.strerror}"
     return one_line_with_type(error)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return True if an error is a lack of host memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def free_bytes(folder: Path) -> int:

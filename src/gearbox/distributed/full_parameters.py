@@ -15,45 +15,71 @@ from gearbox.distributed.unwrap import resharded_parameters
 from gearbox.world import World
 
 
-def iter_full_parameters(
-    model: torch.nn.Module,
-    world: World,
-    device: torch.device,
-    only_trainable: bool,
-    also: Container[str] = (),
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield on rank 0 the name and full tensor, on the CPU, of each parameter and persistent buffer.
+class FullParameters:
+    """The full parameters and persistent buffers of all ranks, which rank 0 receives one at a time.
 
-    Trained parameters are fp32 masters. With `only_trainable`, frozen ones are included only if `also` names them.
-    All ranks gather one tensor at a time, so each rank must exhaust the iterator. `device` receives tensors of other
-    ranks.
+    All ranks gather one tensor at a time, so each rank must create one and iterate over it once.
     """
-    tensors = [*resharded_parameters(model), *persistent_buffers(model)]
-    wanted = [(name, t) for name, t in tensors if t.requires_grad or not only_trainable or name in also]
-    for name, tensor in wanted:
-        full = shard_of(name, tensor).full()
-        if world.rank == 0:
-            yield name, full.detach().cpu().clone()
-    yield from _from_other_ranks(dict(wanted), world, device)
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        world: World,
+        device: torch.device,
+        only_trainable: bool,
+        also: Container[str] = (),
+    ) -> None:
+        """List the tensors. With `only_trainable`, include only frozen ones that `also` names.
 
-def _from_other_ranks(
-    wanted: dict[str, torch.Tensor], world: World, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield on rank 0 the tensors that it lacks: later pipeline stages, sent by the first rank of each stage."""
-    wanted_by_rank = world.gather([(name, tensor.shape, tensor.dtype) for name, tensor in wanted.items()])
-    seen = {name for name, *_ in wanted_by_rank[0]}
-    for holder, wanted_there in enumerate(wanted_by_rank[1:], start=1):
-        for name, shape, dtype in wanted_there:
-            if name in seen:
-                continue
-            seen.add(name)
-            if world.rank == holder:
-                torch.distributed.send(wanted[name].detach().contiguous(), 0)
-            elif world.rank == 0:
-                received = torch.empty(shape, dtype=dtype, device=device)
-                torch.distributed.recv(received, holder)
-                yield name, received.cpu()
+        `device` receives tensors of other ranks.
+        """
+        self.world, self.device = world, device
+        tensors = [*resharded_parameters(model), *persistent_buffers(model)]
+        self._own = {name: t for name, t in tensors if t.requires_grad or not only_trainable or name in also}
+        shapes = {name: tuple(shard_of(name, tensor).full_shape) for name, tensor in self._own.items()}
+        self._by_rank = world.gather({name: (shape, self._own[name].dtype) for name, shape in shapes.items()})
+        self.expected = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for named in self._by_rank
+            for name, (shape, dtype) in named.items()
+        }
+        """A tensor without data for each one that arrives. Masters arrive in fp32, whatever the dtype here."""
+
+    @property
+    def arrive_here(self) -> bool:
+        """True on the rank that receives the tensors. All others only take part in gathering them."""
+        return self.world.rank == 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield on rank 0 the name of each tensor, and the tensor on the CPU. Trained parameters are fp32 masters.
+
+        A tensor that this process holds in full is not copied. This keeps no tensor while it gathers the next one.
+        """
+        for name, tensor in self._own.items():
+            if self.arrive_here:
+                yield name, shard_of(name, tensor).full().detach().cpu()
+            else:
+                shard_of(name, tensor).full()
+        yield from self._from_other_ranks()
+
+    def _from_other_ranks(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield on rank 0 the tensors that it lacks: later pipeline stages, sent by the first rank of each stage."""
+        seen = {*self._by_rank[0]}
+        for holder, held_there in enumerate(self._by_rank[1:], start=1):
+            for name, (shape, dtype) in held_there.items():
+                if name in seen:
+                    continue
+                seen.add(name)
+                if self.world.rank == holder:
+                    torch.distributed.send(self._own[name].detach().contiguous(), 0)
+                elif self.arrive_here:
+                    yield name, self._received(shape, dtype, holder)
+
+    def _received(self, shape: tuple[int, ...], dtype: torch.dtype, holder: int) -> torch.Tensor:
+        """Return a tensor that another rank sends."""
+        received = torch.empty(shape, dtype=dtype, device=self.device)
+        torch.distributed.recv(received, holder)
+        return received.cpu()
 
 
 @torch.no_grad()

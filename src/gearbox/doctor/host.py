@@ -24,7 +24,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from gearbox import ROOT, filesystem
+from gearbox import ROOT, filesystem, processes
 from gearbox.config.gear import Gear
 from gearbox.console import format_bytes_short
 from gearbox.doctor.finding import Finding, shorten
@@ -159,7 +159,7 @@ def limits(world_size: int, has_rdma: bool) -> Iterator[Finding]:
 def memory(num_ranks: int) -> Finding:
     """Check the free memory of the host, or below the container's limit if that is less."""
     free, limited = psutil.virtual_memory().available, ""
-    room = _cgroup_room()
+    room = processes.cgroup_room()
     if room is not None and room < free:
         free, limited = room, " below the container's limit"
     summary = f"{format_bytes_short(free)} free{limited}"
@@ -168,17 +168,6 @@ def memory(num_ranks: int) -> Finding:
     text = f"{summary}; {num_ranks} ranks take {format_bytes_short(MEMORY_PER_RANK)} each to start"
     advice = "end other processes (ps aux --sort -rss), raise the container's limit, or start fewer ranks"
     return Finding("yellow", "memory", text, advice)
-
-
-def _cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes left below the control group's memory limit; None without a limit."""
-    for limit, used in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
-    ):
-        with suppress(OSError, ValueError):
-            return max(0, int(limit.read_text()) - int(used.read_text()))  # cgroup v2 has "max" for no limit
-    return None
 
 
 def disk(runs: Path) -> Finding:

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    revert_weight_conversion,
+)
 
 from gearbox import filesystem
+from gearbox.checkpoint.shards import DTYPES
 from gearbox.distributed import pipeline_stages
+from gearbox.distributed.full_parameters import FullParameters
 from gearbox.distributed.unwrap import is_composite, without_adapter
 from gearbox.model import dropout
-from gearbox.model.pretrained import INDEX, Pretrained
+from gearbox.model.pretrained import ADAPTER, INDEX, Pretrained
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of tensors in one file, unless a single tensor has more."""
+FILE_DTYPES = DTYPES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}  # a tower may be published so
+
 
 def save(
     model: PreTrainedModel | PeftModel,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: FullParameters,
     tokenizer: PreTrainedTokenizerFast,
     source: str,
     dtype: torch.dtype,
@@ -33,39 +52,43 @@ def save(
 ) -> None:
     """Write the full model, or only the adapter, in a folder that `from_pretrained` loads.
 
-    `tensors` are unsharded, on the CPU. All ranks of a sharded model must call this with their own iterator. Only the
-    rank that receives tensors writes. A full model is cast to `dtype`, tensor by tensor; an adapter keeps its dtype.
-    `source` is the base of the adapter, and has the towers of a composite model. A rename makes the complete folder
-    appear at once.
+    All ranks of a sharded model must call this. Only the rank that receives tensors writes. A full model is cast to
+    `dtype`, and written tensor by tensor; an adapter keeps its dtype. `source` is the base of the adapter, and has the
+    towers of a composite model. A rename makes the complete folder appear at once.
     """
-    is_adapter = without_adapter(model) is not model
-    weights = {name: tensor if is_adapter else tensor.to(dtype) for name, tensor in tensors}
-    if not weights:
+    if not tensors.arrive_here:
+        for _ in tensors:
+            pass
         return
     with filesystem.atomic_folder(folder) as aside:
-        if is_adapter:
-            _save_adapter(model, weights, source, aside)
+        if without_adapter(model) is not model:
+            _save_adapter(model, dict(tensors), source, aside)
         else:
-            model.config.get_text_config().use_cache = True
-            dropout.set_rates(model.config, model.own_dropout)
-            named_as_loaded = revert_weight_conversion(model, weights)
-            if is_composite(model.config):
-                named_as_loaded |= _towers(model, named_as_loaded, source)
-            sizes = {name: tensor.numel() for name, tensor in named_as_loaded.items()}  # saving consumes the tensors
-            model.save_pretrained(aside, state_dict=named_as_loaded, save_original_format=False)
-            _set_dtype(model.config, dtype)  # save_pretrained has written the dtype of the masters
-            model.config.save_pretrained(aside)
-            _count_parameters(aside / INDEX, sizes)
+            _save_full(model, tensors, source, dtype, aside)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
 
 
-def _count_parameters(index: Path, sizes: dict[str, int]) -> None:
-    """Correct the number of parameters in the index of a large model: transformers counts those of this rank."""
-    if index.exists():
-        content = filesystem.read_json_object(index)
-        content["metadata"]["total_parameters"] = sum(sizes[name] for name in content["weight_map"])
-        filesystem.atomic_write(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
+def _save_full(model: PreTrainedModel, tensors: FullParameters, source: str, dtype: torch.dtype, folder: Path) -> None:
+    """Write a full model: its config, and then its tensors as they arrive."""
+    model.config.get_text_config().use_cache = True
+    dropout.set_rates(model.config, model.own_dropout)
+    model.save_pretrained(folder, state_dict={}, save_original_format=False)  # all but the weights
+    _set_dtype(model.config, dtype)  # save_pretrained has written the dtype of the masters
+    model.config.save_pretrained(folder)
+    renamed = _AsInFiles(model, tensors.expected, dtype)
+    skipped = model._keys_to_ignore_on_save or ()
+    planned = {name: tensor for name, tensor in renamed.planned.items() if name not in skipped}
+    towers = _Towers(model, planned, source) if is_composite(model.config) else None
+    files = ShardedFiles(folder, planned | (towers.planned if towers else {}))
+    for name, tensor in renamed.convert(tensors):
+        if name in planned:
+            files.write(name, tensor)
+        del tensor
+    if towers:
+        for name, tensor in towers.read():
+            files.write(name, tensor)
+    files.write_index()
 
 
 def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
@@ -75,19 +98,185 @@ def _set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
         _set_dtype(part, dtype)
 
 
-def _towers(model: PreTrainedModel, trained: Collection[str], source: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of the source that are not part of the trained text, by their names in its files.
+@dataclass
+class _Group:
+    """Tensors of the model that are converted together."""
 
-    model: a composite model without its towers, or a stage of it. trained: the names of the text's tensors.
+    key: str
+    """The name that transformers gives to the group."""
+    converter: WeightConverter | None
+    """How they are converted; None if a tensor only changes its name."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """The names of the tensors, in the order that the converter expects, and the pattern that each one matches."""
+    targets: list[str] = field(default_factory=list)
+    """The names in the files."""
+    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _AsInFiles:
+    """The conversion of a model's tensors to those of its files: the reverse of what `from_pretrained` does.
+
+    transformers reverts complete models (`revert_weight_conversion`). This does the same with the same parts, but keeps
+    only the tensors of groups that have not arrived completely.
     """
-    tied = dict.fromkeys(model._tied_weights_keys or (), torch.empty(0))
-    text = {*trained, *revert_weight_conversion(model, tied)}
-    towers: dict[str, torch.Tensor] = {}
-    revision = getattr(model.config, "_commit_hash", None)
-    for path in Pretrained(source, revision).weight_files():
-        with safe_open(path, "pt") as file:
-            towers |= {name: file.get_tensor(name) for name in set(file.keys()) - text}
-    return towers
+
+    def __init__(self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        """Plan the conversion of these tensors by converting them on the meta device."""
+        self.model, self.dtype = model, dtype
+        self.planned: dict[str, torch.Tensor] = {}
+        """Tensors on the meta device, by their names in the files."""
+        self._group_of: dict[str, _Group] = {}
+        back = [conversion.reverse_transform() for conversion in reversed(_conversions(model))]
+        renamings = [one for one in back if isinstance(one, WeightRenaming)]
+        converters = [one for one in back if isinstance(one, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        groups: dict[str, _Group] = {}
+        for name in sorted(expected, key=dot_natural_key):  # some converters and renamings depend on the order
+            key, pattern = apply_converters(name, converters)
+            if pattern is None:
+                key = apply_renamings(name, renamings)
+            group = groups.setdefault(key, _Group(key, of_pattern.get(pattern)))
+            group.sources.append((name, pattern or name))
+            self._group_of[name] = group
+        for group in groups.values():
+            for name, _ in group.sources:
+                group.arrived[name] = self._cast(expected[name])
+            made = self._convert(group)
+            group.targets = [apply_renamings(name, renamings) if group.converter else name for name in made]
+            self.planned |= zip(group.targets, made.values(), strict=True)
+
+    def convert(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor of the files as soon as all tensors that it is made of have arrived."""
+        for name, tensor in tensors:
+            group = self._group_of[name]
+            group.arrived[name] = self._cast(tensor)
+            del tensor  # so that it is not kept while the next one is gathered
+            if len(group.arrived) == len(group.sources):
+                made = self._convert(group)
+                for target in group.targets:
+                    yield target, made.pop(next(iter(made)))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the dtype of the files. Integers, such as a table of tokens, stay as they are."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _convert(self, group: _Group) -> dict[str, torch.Tensor]:
+        """Return what a complete group becomes, by names that are not renamed yet. The group gives up its tensors."""
+        if group.converter is None:
+            return {group.key: group.arrived.popitem()[1]}
+        converter = deepcopy(group.converter)
+        for name, pattern in group.sources:
+            converter.add_tensor(group.key, name, pattern, group.arrived.pop(name))
+        made = converter.convert(group.key, model=self.model, config=self.model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """Return what `from_pretrained` did, or would do, to a model's tensors."""
+    done = getattr(model, "_weight_conversions", None)
+    if done is not None:
+        return [*done]
+    # Without a loaded file nothing shows whether its names had a prefix.
+    usual = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in usual if not isinstance(conversion, PrefixChange)]
+
+
+class _Towers:
+    """The tensors of the source that are not part of the trained text, by their names in its files."""
+
+    def __init__(self, model: PreTrainedModel, trained: Collection[str], source: str) -> None:
+        """List them. `model` is a composite model without its towers, or a stage of it; `trained` names its tensors."""
+        tied = dict.fromkeys(model._tied_weights_keys or (), torch.empty(0))
+        text = {*trained, *revert_weight_conversion(model, tied)}
+        revision = getattr(model.config, "_commit_hash", None)
+        self.planned: dict[str, torch.Tensor] = {}
+        """Tensors on the meta device."""
+        self._names: dict[Path, list[str]] = {}
+        for path in Pretrained(source, revision).weight_files():
+            with safe_open(path, "pt") as file:
+                self._names[path] = sorted({*file.keys()} - text)
+                for name in self._names[path]:
+                    self.planned[name] = torch.empty_like(file.get_tensor(name), device="meta")
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each name and tensor. They are mapped from the files, so they take no memory of this process."""
+        for path, names in self._names.items():
+            with safe_open(path, "pt") as file:
+                for name in names:
+                    yield name, file.get_tensor(name)
+
+
+class ShardedFiles:
+    """The safetensors files of a model, whose tensors are written one at a time, in any order, each to its place.
+
+    They have the same bytes as files from transformers, which needs all tensors of a file at once.
+    """
+
+    def __init__(self, folder: Path, planned: Mapping[str, torch.Tensor]) -> None:
+        """Write the files' headers. `planned` are tensors on the meta device, by name."""
+        split = split_state_dict_into_shards_factory(
+            {**planned},
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=SHARD_BYTES,
+        )
+        self.folder, self.file_of = folder, split.tensor_to_filename
+        self.is_sharded = split.is_sharded
+        self.total = {
+            "total_parameters": sum(tensor.numel() for tensor in planned.values()),
+            "total_size": sum(tensor.nbytes for tensor in planned.values()),
+        }
+        self._missing = {name: (tensor.shape, tensor.dtype) for name, tensor in planned.items()}
+        self._start: dict[str, int] = {}
+        for name, names in split.filename_to_tensors.items():
+            self._write_header(folder / name, {one: planned[one] for one in names})
+
+    def _write_header(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        """Write a file with its header and room for its tensors. Those of wide elements come first, for alignment."""
+        order = sorted(
+            tensors, key=lambda name: (-tensors[name].element_size(), FILE_DTYPES[tensors[name].dtype], name)
+        )
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in order:
+            tensor, self._start[name] = tensors[name], at
+            places = [at, at := at + tensor.nbytes]
+            header[name] = {"dtype": FILE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        for name in order:
+            self._start[name] += 8 + len(text)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + at)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor to its place."""
+        if self._missing.pop(name, None) != (tensor.shape, tensor.dtype):
+            raise RuntimeError(f"{name}: the tensor differs from the planned one")
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        with (self.folder / self.file_of[name]).open("r+b", buffering=0) as file:
+            file.seek(self._start[name])
+            while content:
+                content = content[file.write(content) :]
+
+    def write_index(self) -> None:
+        """Write the index of several files. Call it when all tensors are written."""
+        if self._missing:
+            raise RuntimeError(f"{len(self._missing)} planned tensors were not written, such as {min(self._missing)}")
+        if self.is_sharded:
+            content = {"metadata": self.total, "weight_map": self.file_of}
+            filesystem.write(self.folder / INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def bytes_to_load(folder: Path) -> int:
+    """Return the size of the weights that loading a saved model needs: for an adapter, mostly those of its base."""
+    saved = Pretrained(str(folder), is_adapter=(folder / ADAPTER).exists())
+    files = saved.weight_files()
+    if saved.is_adapter:
+        settings = filesystem.read_json_object(folder / ADAPTER)
+        files += Pretrained(settings["base_model_name_or_path"], settings.get("revision")).weight_files()
+    return sum(path.stat().st_size for path in files)
 
 
 def stops(model: PreTrainedModel | PeftModel) -> set[int]:

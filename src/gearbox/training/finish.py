@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from gearbox import ROOT
-from gearbox.console import make_console, styled
-from gearbox.distributed import full_parameters
+from gearbox import ROOT, processes
+from gearbox.console import format_bytes, make_console, styled
 from gearbox.distributed.engine import Engine
+from gearbox.distributed.full_parameters import FullParameters
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
 from gearbox.launch.environment import without_launcher
@@ -52,7 +52,7 @@ def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchd
 def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> None:
     """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time."""
     recipe = engine.job.recipe
-    parameters = full_parameters.iter_full_parameters(
+    parameters = FullParameters(
         engine.unwrapped,
         engine.world,
         engine.device,
@@ -88,13 +88,23 @@ def report(
     question = rows.samples[0].question if rows.samples else "Hello"
     model = run.folder / "model"
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
-    reply = ask_saved(model, command, watchdog)
+    problem = _memory_problem(model)
+    reply = None if problem else ask_saved(model, command, watchdog)
     if reply is not None:
         screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
-    left = "" if reply is not None else f"stopped before the saved model was asked; run: python {shlex.join(command)}"
+    why = problem or "stopped before the saved model was asked"
+    left = "" if reply is not None else f"{why}; run: python {shlex.join(command)}"
     run.write_status("done", left)
     screen.print(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
+
+
+def _memory_problem(folder: Path) -> str:
+    """Return why the saved model does not fit in host memory in addition to the trained one; empty if it fits."""
+    need, free = export.bytes_to_load(folder), processes.free_memory()
+    if need <= free:
+        return ""
+    return f"the saved model was not asked: {format_bytes(free)} of host memory free, {format_bytes(need)} needed"
 
 
 def ask_command(folder: Path, question: str, trust_remote_code: bool) -> list[str]:

@@ -93,3 +93,4 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
         watchdog.watch_peers(engine.world.pids_of_node())
         yield Outputs(run, metrics, checkpointer)
+        checkpointer.close()

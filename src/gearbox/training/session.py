@@ -226,6 +226,9 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
             f"train.steps: {rows.num_steps} is less than the {run.state.step} steps of {run.checkpoint}; increase it"
         )
     num_bytes = sharded_state.checkpoint_bytes(engine.unwrapped, engine.optimizer, world)
+    is_on_host = engine.device.type == "cpu" or job.gear.offload == "cpu"
+    to_come = num_bytes if is_on_host and not run.state.step else 0  # gradients and optimizer state
+    memory_problem = disk_space.memory_problem(job.recipe.save, num_bytes, to_come, world)
     return Plan(
         job=job,
         num_steps=rows.num_steps,
@@ -235,7 +238,9 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
         leakage=rows.leakage,
         router_weight=router_weight(engine.unwrapped),
         switched_off=switched_off,
-        disk=world.decide(lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes)),
+        disk=world.decide(
+            lambda: disk_space.plan_checkpoints(run.checkpoints, job.recipe.save, num_bytes, memory_problem)
+        ),
         folder=run.folder,
         rows_key=rows_key,
         base=base,
