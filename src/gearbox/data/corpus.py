@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from gearbox import filesystem
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
-from gearbox.data import chat_rendering, loss_mask, row_formats, sources, tokenization
+from gearbox.data import chat_rendering, loss_mask, records, row_formats, sources, tokenization
+from gearbox.data.records import OriginSummary
 from gearbox.data.sources import Origin
-from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
+from gearbox.data.tokenization import Question, UnusableRecord
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 # After this wait another rank builds the file itself. By then the builder holds the lock, unless its data differs.
 BUILDER_FIRST_SECONDS = 60
 # The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
-MODULES = (row_formats, sources, chat_rendering, loss_mask, tokenization)
+MODULES = (row_formats, sources, records, chat_rendering, loss_mask, tokenization)
 
 Number = TypeVar("Number", bound=np.generic)
 

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from gearbox.data.records import OriginSummary
     from gearbox.data.sources import Origin
-    from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
+    from gearbox.data.tokenization import Question, UnusableRecord
 
 
 class Corpus(Protocol):
