@@ -42,28 +42,21 @@ MODULES = (row_formats, sources, records, chat_rendering, loss_mask, tokenizatio
 Number = TypeVar("Number", bound=np.generic)
 
 
-class MappedCorpus:
-    """A `Corpus` (rows/packing.py) that reads tokens from the file on access."""
+class MappedDocuments:
+    """Tokenized documents in an Arrow file, whose tokens are read from it on access."""
 
-    def __init__(self, folder: Path, origins: list[Origin]) -> None:
+    def __init__(self, path: Path, origins: list[Origin]) -> None:
         import pyarrow
 
-        about = json.loads((folder / tokenization.ABOUT).read_text(encoding="utf-8"))
         self.origins = origins
-        self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
-        self.bad = [UnusableRecord(*entry) for entry in about["bad"]]
-        self.questions = [Question(**question) for question in about["questions"]]
-        self.digest: str = about["digest"]
-        self.key = folder.name
-        """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
-        with pyarrow.memory_map(str(folder / tokenization.DOCUMENTS)) as file:
+        with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_stream(file).read_all()
-        self.lengths: NDArray[np.int32] = _array(table.column("length").combine_chunks())
-        self.targets: NDArray[np.int32] = _array(table.column("targets").combine_chunks())
-        self.hashes: NDArray[np.uint64] = _array(table.column("hash").combine_chunks())
-        self.origin_ids: NDArray[np.int32] = _array(table.column("origin").combine_chunks())
-        self.record_numbers: NDArray[np.int64] = _array(table.column("number").combine_chunks())
-        self.source_ids: NDArray[np.int64] = np.array([summary.source for summary in self.summaries])[self.origin_ids]
+        self.lengths: NDArray[np.int32] = _array(table.column("length"))
+        self.targets: NDArray[np.int32] = _array(table.column("targets"))
+        self.hashes: NDArray[np.uint64] = _array(table.column("hash"))
+        self.origin_ids: NDArray[np.int32] = _array(table.column("origin"))
+        self.record_numbers: NDArray[np.int64] = _array(table.column("number"))
+        self.source_ids: NDArray[np.int64] = np.array([origin.source for origin in origins])[self.origin_ids]
         self._tokens: _ListColumn[np.int32] = _ListColumn(table.column("input_ids"))
         self._loss_masks: _ListColumn[np.int8] = _ListColumn(table.column("supervised"))
 
@@ -83,9 +76,23 @@ class MappedCorpus:
         return self.origins[int(self.origin_ids[document])].location(int(self.record_numbers[document]))
 
 
-def _array(column: pyarrow.Array) -> NDArray[Any]:
+class MappedCorpus(MappedDocuments):
+    """A `Corpus` (rows/packing.py) in a folder that `tokenization.build_corpus` wrote."""
+
+    def __init__(self, folder: Path, origins: list[Origin]) -> None:
+        super().__init__(folder / tokenization.DOCUMENTS, origins)
+        about = json.loads((folder / tokenization.ABOUT).read_text(encoding="utf-8"))
+        self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
+        self.bad = [UnusableRecord(*entry) for entry in about["bad"]]
+        self.questions = [Question(**question) for question in about["questions"]]
+        self.digest: str = about["digest"]
+        self.key = folder.name
+        """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
+
+
+def _array(column: pyarrow.Array | pyarrow.ChunkedArray) -> NDArray[Any]:
     """Return the numbers of a column. Its own `to_numpy` would import pandas, which takes as long as a model's load."""
-    return np.from_dlpack(column)
+    return np.from_dlpack(column.combine_chunks() if hasattr(column, "combine_chunks") else column)
 
 
 class _ListColumn(Generic[Number]):
@@ -134,7 +141,7 @@ def load_or_build(
         key = _cache_key(origins, data, tokenizer)
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
-    folder = _cache() / "gearbox" / key
+    folder = cache() / "gearbox" / key
     launcher, started = os.getppid(), time.monotonic()
     try:
         filesystem.make_folder(folder.parent)
@@ -157,23 +164,37 @@ def load_or_build(
     return MappedCorpus(folder, origins)
 
 
-def _cache() -> Path:
+def cache() -> Path:
     """Return the cache of `datasets` without importing it, which takes half a second and 85 MB."""
     return Path(os.getenv("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")))
 
 
 def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a hash of everything the documents depend on. Options that only affect splits and rows are excluded."""
-    generation = Path(tokenizer.name_or_path, "generation_config.json")
     dependencies = [
         FORMS,
         *((origin.source, origin.fields, origin.content()) for origin in origins),
         data.model_dump(include={"form", "roles", "supervise", "supervise_supplied", "text_unit", "on_bad_row"}),
+        *tokenizer_content(tokenizer),
+        *code_of_tokens(),
+    ]
+    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def tokenizer_content(tokenizer: PreTrainedTokenizerFast) -> list[object]:
+    """Return everything of a tokenizer that tokens depend on; its chat template comes second."""
+    generation = Path(tokenizer.name_or_path, "generation_config.json")
+    return [
         xxhash.xxh3_128_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         tokenizer.chat_template,
         tokenizer.special_tokens_map,
         generation.read_text(encoding="utf-8") if generation.is_file() else None,
+    ]
+
+
+def code_of_tokens() -> list[object]:
+    """Return the code and the versions that tokens depend on."""
+    return [
         [Path(str(module.__file__)).read_text(encoding="utf-8") for module in MODULES],
         [version(name) for name in ("transformers", "tokenizers", "jinja2", "datasets")],
     ]
-    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -99,6 +99,47 @@ class TrainingRows:
         return max(0, planned - taken) if epochs and step < self.num_steps else 0
 
 
+@dataclass(frozen=True)
+class Division:
+    """The chunks of a corpus by use, and counts of its documents."""
+
+    training: Chunks
+    held_out: Chunks
+    """Empty if eval.path gives the documents to evaluate on."""
+    hashes: NDArray[np.uint64]
+    """Hash of each document that is trained or held out."""
+    dropped: list[Dropped]
+    num_truncated: int
+    num_split: int
+
+
+def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) -> Division:
+    """Divide the documents into chunks, and hold some out: a share, or none but the `copies` of eval.path."""
+    row_tokens = recipe.batch.row_tokens
+    policies = _policies(corpus, recipe.data)
+    chunks = chunk_documents(corpus, row_tokens, policies)
+    dropped = _unused_documents(corpus, chunks)
+    chunks = chunks.where(chunks.targets > 0)
+    hashes = _hashes(corpus, chunks)
+    is_used = np.zeros(len(corpus), bool)
+    is_used[chunks.document] = True
+    is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64) if copies is None else np.isin(hashes, copies)
+    held_out = chunks.where(is_held_out[chunks.document])
+    if copies is not None:
+        dropped += [Dropped(corpus.location(i), "also in eval.path") for i in np.unique(held_out.document).tolist()]
+        held_out = held_out.where(np.zeros(len(held_out), bool))
+    is_long = is_used & (corpus.lengths > row_tokens)
+    is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
+    return Division(
+        training=chunks.where(~is_held_out[chunks.document]),
+        held_out=held_out,
+        hashes=hashes[is_used],
+        dropped=dropped,
+        num_truncated=int((is_long & ~is_split).sum()),
+        num_split=int((is_long & is_split).sum()),
+    )
+
+
 def split_and_pack(
     recipe: Recipe,
     corpus: Corpus,
@@ -110,52 +151,48 @@ def split_and_pack(
 
     Raise UserError if nothing is left to train on or to evaluate on.
     """
-    data, row_tokens = recipe.data, recipe.batch.row_tokens
-    pad_tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    pad_token = next(token for token in pad_tokens if token is not None)
-    policies = _policies(corpus, data)
-    chunks = chunk_documents(corpus, row_tokens, policies)
-    dropped = _unused_documents(corpus, chunks)
-    chunks = chunks.where(chunks.targets > 0)
-    hashes = _hashes(corpus, chunks)
-    is_used = np.zeros(len(corpus), bool)
-    is_used[chunks.document] = True
+    data, row_tokens, pad_token = recipe.data, recipe.batch.row_tokens, pad_token_of(tokenizer)
+    copies = None
     dropped_of_evaluation: list[Dropped] = []
+    if evaluated is not None:
+        held_out_chunks, copies, dropped_of_evaluation = evaluation_chunks(recipe, evaluated)
+    divided = divide(recipe, corpus, copies)
     if evaluated is None:
-        is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64)
-        num_held_out = int((is_used & is_held_out).sum())
-        held_out_chunks = chunks.where(is_held_out[chunks.document])
-    else:
-        held_out_chunks, dropped_of_evaluation = _evaluation_chunks(recipe, evaluated)
-        is_held_out = np.isin(hashes, _hashes(evaluated, held_out_chunks)[held_out_chunks.document])
-        num_held_out = 0
-        copies = np.flatnonzero(is_used & is_held_out).tolist()
-        dropped += [Dropped(corpus.location(document), "also in eval.path") for document in copies]
-    training_chunks = chunks.where(~is_held_out[chunks.document])
-    _check_every_source(recipe, corpus, training_chunks, num_held_out, dropped)
+        held_out_chunks = divided.held_out
+    num_read, num_held_out = len(corpus) + len(corpus.bad), len(np.unique(divided.held_out.document))
+    present = {*np.unique(corpus.source_ids[divided.training.document]).tolist()}
+    check_every_source(recipe, present, num_read, num_held_out, summarize_dropped(divided.dropped))
 
     is_weighted = data.sources[0].weight is not None
-    group = corpus.source_ids[training_chunks.document] if is_weighted else None
-    training = PackedRows(corpus, training_chunks, row_tokens, pad_token, packing, group)
-    train, rows_per_step = recipe.train, recipe.batch.rows
-    num_rows = num_rows_of_epochs(train.epochs, len(training)) if train.epochs else (train.steps or 0) * rows_per_step
+    group = corpus.source_ids[divided.training.document] if is_weighted else None
+    training = PackedRows(corpus, divided.training, row_tokens, pad_token, packing, group)
+    num_rows = num_rows_of(recipe, len(training))
     held_out_corpus = corpus if evaluated is None else evaluated
-    is_long = is_used & (corpus.lengths > row_tokens)
-    is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
     return TrainingRows(
         training=training,
         held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
-        num_steps=-(-num_rows // rows_per_step),
+        num_steps=-(-num_rows // recipe.batch.rows),
         num_rows=num_rows,
         sampler=make_sampler(recipe, training),
-        samples=_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
-        dropped=dropped,
+        samples=find_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
+        dropped=divided.dropped,
         dropped_of_evaluation=dropped_of_evaluation,
-        num_read=len(corpus) + len(corpus.bad),
-        num_truncated=int((is_long & ~is_split).sum()),
-        num_split=int((is_long & is_split).sum()),
-        num_duplicates=int(is_used.sum()) - len(np.unique(hashes[is_used])),
+        num_read=num_read,
+        num_truncated=divided.num_truncated,
+        num_split=divided.num_split,
+        num_duplicates=len(divided.hashes) - len(np.unique(divided.hashes)),
     )
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the token that fills rows."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def num_rows_of(recipe: Recipe, num_rows: int) -> int:
+    """Return the rows that a run trains, of num_rows rows per epoch."""
+    train = recipe.train
+    return num_rows_of_epochs(train.epochs, num_rows) if train.epochs else (train.steps or 0) * recipe.batch.rows
 
 
 def num_rows_of_epochs(epochs: float, num_rows: int) -> int:
@@ -172,28 +209,28 @@ def answer_ends(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return ends & {*tokenizer.added_tokens_decoder}
 
 
-def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:
-    """Return the chunks of eval.path with targets, and its dropped records. Raise UserError if no chunk is left."""
+def evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, NDArray[np.uint64], list[Dropped]]:
+    """Return the chunks of eval.path with targets, their documents' hashes, and its dropped records.
+
+    Raise UserError if no chunk is left.
+    """
     chunks = chunk_documents(evaluated, recipe.batch.row_tokens, _policies(evaluated, recipe.data))
     dropped = _unused_documents(evaluated, chunks)
     chunks = chunks.where(chunks.targets > 0)
     if not len(chunks):
         paths = ", ".join(repr(source.path) for source in listed(recipe.eval.path or []))
         raise UserError(f"eval.path: {paths} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
-    return chunks, dropped
+    return chunks, _hashes(evaluated, chunks)[chunks.document], dropped
 
 
-def _check_every_source(
-    recipe: Recipe, corpus: Corpus, training: Chunks, num_held_out: int, dropped: list[Dropped]
-) -> None:
-    """Raise UserError if nothing is left to train on, or if a source with a weight is left empty."""
-    present = {*np.unique(corpus.source_ids[training.document]).tolist()}
+def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_held_out: int, dropped: str) -> None:
+    """Raise UserError if no source is present in the training rows, or if one with a weight is not."""
     for number, source in enumerate(recipe.data.sources):
         if not present or (source.weight is not None and number not in present):
             raise UserError(
                 f"data.path: {source.path!r} leaves nothing to train on within "
-                f"batch.row_tokens={recipe.batch.row_tokens}: {len(corpus) + len(corpus.bad):,} documents read, "
-                f"{num_held_out:,} held out, {summarize_dropped(dropped)}"
+                f"batch.row_tokens={recipe.batch.row_tokens}: {num_read:,} documents read, {num_held_out:,} held out, "
+                f"{dropped}"
             )
 
 
@@ -235,7 +272,7 @@ def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
     return hashes
 
 
-def _samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
+def find_samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
     """Return up to `num_samples` held-out questions whose prompts fit into a row."""
     samples: list[Sample] = []
     is_first = chunks.start == 0
