@@ -28,9 +28,8 @@ from gearbox.config.recipe import (
     Group,
     Perf,
     Recipe,
-    Source,
-    listed,
 )
+from gearbox.config.recipe_values import Source, listed
 from gearbox.errors import UserError, did_you_mean, nearest, one_line, shown
 from gearbox.filesystem import read_limited
 
@@ -248,7 +247,7 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 def _missing_data(key: str, path: str) -> list[str]:
     """Return a problem if a data path cannot be read. `key` is the recipe key that gave it."""
-    if path == BUILTIN_TASKS:
+    if path == BUILTIN_TASKS or "://" in path:
         return []
     if found := matches(path):
         odd = [file for file in found if file.exists() and not (file.is_file() or file.is_dir())]  # such as a pipe

@@ -48,7 +48,7 @@ class MappedDocuments:
     def __init__(self, path: Path, origins: list[Origin]) -> None:
         import pyarrow
 
-        self.origins = origins
+        self.path, self.origins = path, origins
         with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_stream(file).read_all()
         self.lengths: NDArray[np.int32] = _array(table.column("length"))
@@ -122,10 +122,17 @@ def load_corpora(
     Raise UserError for data that cannot be used; nothing is cached then.
     """
     corpus = load_or_build(recipe.data, tokenizer, is_builder, tell)
+    return corpus, load_evaluated(recipe, tokenizer, is_builder, tell)
+
+
+def load_evaluated(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
+) -> MappedCorpus | None:
+    """Return the documents of eval.path, or None if it is not set. See load_corpora."""
     if recipe.eval.path is None:
-        return corpus, None
+        return None
     evaluated = recipe.data.model_copy(update={"path": recipe.eval.path})
-    return corpus, load_or_build(evaluated, tokenizer, is_builder, tell)
+    return load_or_build(evaluated, tokenizer, is_builder, tell)
 
 
 def load_or_build(

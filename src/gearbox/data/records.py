@@ -11,6 +11,7 @@ from gearbox.data import row_formats
 from gearbox.data.row_formats import FieldNames, JsonObject
 from gearbox.data.sources import Origin, Record, Unreadable, parse_json
 
+NO_FORM = "no form"
 NO_NAMES = FieldNames("text", {}, {})  # for records before the first object, which are rejected before names matter
 
 
@@ -53,7 +54,7 @@ class RecordReader:
                 yield Item(index, names, record)
             if not num_records:
                 yield Item(index, names, Record(1, Unreadable("the file is empty"), 0))
-            form = "no form" if names is NO_NAMES else names.form
+            form = NO_FORM if names is NO_NAMES else names.form
             self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), []))
 
     def _names(self, origin: Origin, number: int, record: JsonObject) -> FieldNames:

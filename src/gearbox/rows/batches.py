@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,12 +22,15 @@ from numpy.typing import NDArray
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
-from gearbox.rows.packing import Chunks, Corpus, pack
+from gearbox.rows.packing import Chunks, Documents, pack
 
 IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips it
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 WINDOW_STEPS = 50  # unpacked rows are sorted by length within windows of this many steps
 SLOTS = 1000  # positions in a cycle; the share of a weighted source is exact to one row per cycle
+
+# Of saved rows: four of the chunks, and four of the rows.
+FILES = ("document", "start", "length", "chunk_targets", "members", "starts", "num_tokens", "targets")
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,7 +40,7 @@ class PackedRows:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Documents,
         chunks: Chunks,
         row_tokens: int,
         pad_token: int,
@@ -61,6 +65,24 @@ class PackedRows:
         self.members, self.starts = np.concatenate(members), np.array(starts)
         self.num_tokens = _sums(chunks.length[self.members], self.starts)
         self.targets = _sums(chunks.targets[self.members], self.starts)
+
+    def save(self, folder: Path) -> None:
+        """Write the rows to files of a folder, apart from their documents."""
+        chunks = self.chunks
+        arrays = [chunks.document, chunks.start, chunks.length, chunks.targets, self.members, self.starts]
+        for name, array in zip(FILES, [*arrays, self.num_tokens, self.targets], strict=True):
+            np.save(folder / f"{name}.npy", array)
+
+    @classmethod
+    def open(cls, folder: Path, corpus: Documents, row_tokens: int, pad_token: int, packing: bool) -> PackedRows:
+        """Return the rows in a folder, mapped into memory."""
+        rows = cls.__new__(cls)
+        loaded = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FILES]
+        rows.documents, rows.chunks = corpus, Chunks(*loaded[:4])
+        rows.row_tokens, rows.pad_token, rows.packing = row_tokens, pad_token, packing
+        rows.members, rows.starts, rows.num_tokens, rows.targets = loaded[4:]
+        rows.group_sizes = [len(rows.starts) - 1]
+        return rows
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -95,9 +117,22 @@ class PackedRows:
 
     def locations(self, row_ids: Sequence[int], num_shown: int = 8) -> str:
         """Return the locations of the first `num_shown` documents in these rows, as text."""
-        documents = [int(self.chunks.document[chunk]) for row_id in row_ids for chunk in self.row(row_id)]
-        shown = [self.documents.location(document) for document in documents[:num_shown]]
-        return ", ".join(shown) + (f" and {len(documents) - num_shown} more" if len(documents) > num_shown else "")
+        chunks = [chunk for row_id in row_ids for chunk in self.row(row_id)]
+        shown = [self.location(chunk) for chunk in chunks[:num_shown]]
+        return ", ".join(shown) + (f" and {len(chunks) - num_shown} more" if len(chunks) > num_shown else "")
+
+    def location(self, chunk: int) -> str:
+        """Return the location of a chunk's document as text."""
+        return self.documents.location(int(self.chunks.document[chunk]))
+
+    def fullest(self, num_rows: int) -> list[int]:
+        """Return the rows with the most chunks."""
+        found: list[int] = np.argsort(-np.diff(self.starts), kind="stable")[:num_rows].tolist()
+        return found
+
+    def first_chunks(self, num_chunks: int) -> list[tuple[str, NDArray[np.int32], NDArray[np.int8]]]:
+        """Return location, token ids and loss mask of the first chunks, in file order."""
+        return [(self.location(i), *self.chunk(i)) for i in range(min(num_chunks, len(self.chunks)))]
 
     def batch(self, row_ids: Sequence[int | None]) -> Batch:
         """Return input_ids, position_ids, labels and chunk_ids, each [B, T] int64. None is a row without targets.
@@ -198,7 +233,7 @@ def passes_of(batch: Batch, max_tokens: int) -> list[Batch]:
 
 def fullest_rows(rows: PackedRows, num_rows: int) -> list[int | None]:
     """Return the rows with the most chunks, to probe how well chunks are isolated. None fills missing rows."""
-    most = np.argsort(-np.diff(rows.starts), kind="stable")[:num_rows].tolist()
+    most = rows.fullest(num_rows)
     return [*most, *[None] * (num_rows - len(most))]
 
 
@@ -235,11 +270,16 @@ class Sampler:
         self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}
         """Current epoch of each group, and its permutation."""
 
-    def row(self, position: int) -> int:
-        """Return the row at a position, counted from the first row of the first step."""
+    def place(self, position: int) -> tuple[int, int, int]:
+        """Return the group, its epoch and the offset in the epoch of a position, counted from the run's first row."""
         cycle, slot = divmod(position, len(self._slots))
         group = self._slots[slot]
         epoch, offset = divmod(cycle * self._per_cycle[group] + self._earlier[slot], self.group_sizes[group])
+        return group, epoch, offset
+
+    def row(self, position: int) -> int:
+        """Return the row at a position, counted from the first row of the first step."""
+        group, epoch, offset = self.place(position)
         return self.group_firsts[group] + int(self._permutation(group, epoch)[offset])
 
     def rows_of_step(self, step: int) -> list[int]:
@@ -252,11 +292,11 @@ class Sampler:
             random = np.random.default_rng([self.seed, epoch, group] if group else [self.seed, epoch])
             order = random.permutation(self.group_sizes[group])
             if self.lengths is not None:
-                order = self._sort_by_length(order, self.lengths[self.group_firsts[group] :], random)
+                order = self.sort_by_length(order, self.lengths[self.group_firsts[group] :], random)
             self._epochs[group] = (epoch, order)
         return self._epochs[group][1]
 
-    def _sort_by_length(
+    def sort_by_length(
         self, order: NDArray[np.int64], lengths: NDArray[np.int64], random: np.random.Generator
     ) -> NDArray[np.int64]:
         """Sort by length within each window of steps, then shuffle the steps of the window."""

@@ -19,11 +19,28 @@ if TYPE_CHECKING:
     from gearbox.data.tokenization import Question, UnusableRecord
 
 
-class Corpus(Protocol):
-    """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
+class Documents(Protocol):
+    """Tokenized documents, as rows need them. Each array has one entry per document."""
 
     lengths: NDArray[np.int32]
     """Number of tokens in the document."""
+
+    def tokens(self, document: int) -> NDArray[np.int32]:
+        """Return the token ids, [n]."""
+        ...
+
+    def loss_mask(self, document: int) -> NDArray[np.int8]:
+        """Return 1 for each token to predict and 0 for others, [n]."""
+        ...
+
+    def location(self, document: int) -> str:
+        """Return the location of the document as file:line."""
+        ...
+
+
+class Corpus(Documents, Protocol):
+    """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
+
     targets: NDArray[np.int32]
     """Number of tokens to predict. The first token never counts, because nothing precedes it."""
     hashes: NDArray[np.uint64]
@@ -46,18 +63,6 @@ class Corpus(Protocol):
 
     def __len__(self) -> int:
         """Return the number of documents."""
-        ...
-
-    def tokens(self, document: int) -> NDArray[np.int32]:
-        """Return the token ids, [n]."""
-        ...
-
-    def loss_mask(self, document: int) -> NDArray[np.int8]:
-        """Return 1 for each token to predict and 0 for others, [n]."""
-        ...
-
-    def location(self, document: int) -> str:
-        """Return the location of the document as file:line."""
         ...
 
 

@@ -13,13 +13,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.recipe import Data, Recipe, listed
+from gearbox.config.recipe import Data, Recipe
+from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
 from gearbox.rows.batches import PackedRows, Sampler, make_sampler
 from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from gearbox.data.tokenization import Question
 
 NUM_LOOKED_AT = 1000  # documents, to find the tokens that end answers
 
@@ -92,6 +95,40 @@ class TrainingRows:
     def rows_of_step(self, step: int) -> list[int]:
         """Return the training rows of a step, in order. The run's last step may have fewer rows than the others."""
         return self.sampler.rows_of_step(step)[: self.num_rows - step * self.sampler.rows_per_step]
+
+    @property
+    def dropped_text(self) -> str:
+        """The records of data.path that are neither trained nor held out, by reason."""
+        return summarize_dropped(self.dropped)
+
+    @property
+    def dropped_of_evaluation_text(self) -> str:
+        """The records of eval.path that are not used for evaluation, by reason; empty if all are used."""
+        return summarize_dropped(self.dropped_of_evaluation) if self.dropped_of_evaluation else ""
+
+    @property
+    def has_own_evaluation(self) -> bool:
+        """True if eval.path gives the held-out documents."""
+        return self.held_out.documents is not self.training.documents
+
+    def weights(self, recipe: Recipe) -> list[tuple[str, float]]:
+        """Return path and weight of each source, or nothing if sources have no weights."""
+        return [(source.path, source.weight) for source in recipe.data.sources if source.weight is not None]
+
+    @property
+    def document_lengths(self) -> tuple[int, int, int, int]:
+        """Median, 90th and 99th percentile, and maximum of the trained documents' tokens."""
+        lengths = self.training.documents.lengths[np.unique(self.training.chunks.document)]
+        median, p90, p99 = (int(np.percentile(lengths, p)) for p in (50, 90, 99))
+        return median, p90, p99, int(lengths.max())
+
+    @property
+    def padding(self) -> float | None:
+        """Share of padding if rows are sorted by length and padded to the longest of their step. None if not known."""
+        lengths, rows_per_step = np.sort(self.training.num_tokens), self.sampler.rows_per_step
+        last_of_step = np.arange(len(lengths)) // rows_per_step * rows_per_step + rows_per_step - 1
+        widths = lengths[np.minimum(last_of_step, len(lengths) - 1)]
+        return 1 - float(lengths.sum()) / float(widths.sum())
 
     def num_rows_left_out(self, step: int, epochs: float | None) -> int:
         """Return the rows that no step trains if a run of `epochs` ended with `step` and now goes on."""
@@ -168,13 +205,14 @@ def split_and_pack(
     training = PackedRows(corpus, divided.training, row_tokens, pad_token, packing, group)
     num_rows = num_rows_of(recipe, len(training))
     held_out_corpus = corpus if evaluated is None else evaluated
+    held_out = PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing)
     return TrainingRows(
         training=training,
-        held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
+        held_out=held_out,
         num_steps=-(-num_rows // recipe.batch.rows),
         num_rows=num_rows,
         sampler=make_sampler(recipe, training),
-        samples=find_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
+        samples=find_samples(held_out, held_out_corpus.questions, recipe.eval.samples),
         dropped=divided.dropped,
         dropped_of_evaluation=dropped_of_evaluation,
         num_read=num_read,
@@ -236,10 +274,19 @@ def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_hel
 
 def summarize_dropped(dropped: list[Dropped]) -> str:
     """Return the number of dropped documents by reason, most frequent first. Numbers and found values are ignored."""
-    kinds = Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
-    listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in kinds.most_common(5)]
-    more = [f"{len(kinds) - 5} more reasons"] if len(kinds) > 5 else []
-    return f"{len(dropped):,} dropped" + (f" ({'; '.join(listed + more)})" if dropped else "")
+    return summarize_reasons(count_reasons(dropped))
+
+
+def count_reasons(dropped: list[Dropped]) -> Counter[str]:
+    """Return the number of dropped documents by reason, without numbers and found values."""
+    return Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
+
+
+def summarize_reasons(reasons: Counter[str]) -> str:
+    """Return the number of dropped documents, and the most frequent reasons."""
+    listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in reasons.most_common(5)]
+    more = [f"{len(reasons) - 5} more reasons"] if len(reasons) > 5 else []
+    return f"{reasons.total():,} dropped" + (f" ({'; '.join(listed + more)})" if reasons else "")
 
 
 def _policies(corpus: Corpus, data: Data) -> list[str]:
@@ -272,12 +319,13 @@ def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
     return hashes
 
 
-def find_samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
+def find_samples(rows: PackedRows, questions: list[Question], num_samples: int) -> list[Sample]:
     """Return up to `num_samples` held-out questions whose prompts fit into a row."""
     samples: list[Sample] = []
+    corpus, chunks = rows.documents, rows.chunks
     is_first = chunks.start == 0
     first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))
-    for kept in corpus.questions:
+    for kept in questions:
         if len(samples) < num_samples and kept.document in first_lengths:
             prompt = int(np.argmax(corpus.loss_mask(kept.document)[: first_lengths[kept.document]]))
             samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))

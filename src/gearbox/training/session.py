@@ -14,7 +14,6 @@ from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
-from gearbox.data import corpus
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, tensor_parallel, verification
@@ -31,9 +30,10 @@ from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
-from gearbox.rows import splits
+from gearbox.rows import splits, stream
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
+from gearbox.rows.streamed_rows import PreparedCorpus
 from gearbox.training import resume, run_folder
 from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run
@@ -50,7 +50,7 @@ class TrainingData:
     """The tokenized documents and the rows packed from them."""
 
     tokenizer: PreTrainedTokenizerFast
-    corpus: MappedCorpus
+    corpus: MappedCorpus | PreparedCorpus
     evaluated: MappedCorpus | None
     """The documents of eval.path, if set."""
     rows: TrainingRows
@@ -75,8 +75,7 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
     is_builder = process_group.is_first_rank_of_node()
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, screen.print)
-    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    documents, evaluated, rows = stream.load_data(recipe, tokenizer, is_builder, screen.print)
     if not recipe.run.rehearse:
         try:
             recipe.schedule.check(rows.num_steps)  # of train.epochs, which are known only now
@@ -139,7 +138,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     placing = {**tensor_parallel.from_pretrained_kwargs(gear), "attn_implementation": attention}
     loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
-    export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
+    export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
@@ -183,6 +182,11 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
         leakage = Leakage(change, LEAK_TOLERANCE[engines.precision(engine.job.gear)])
         if not leakage.is_isolated:
             recipe = engine.job.recipe
+            if isinstance(data.corpus, PreparedCorpus):
+                raise UserError(
+                    f"data.packing: {leakage.describe().partition(':')[0]}, and {recipe.data.path} has packed rows; "
+                    "prepare it again with data.packing=false in another folder"
+                )
             rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
         rows = replace(rows, leakage=leakage)
     else:
