@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from gearbox import filesystem
@@ -26,7 +25,7 @@ from gearbox.data.shard_store import ShardStore, is_url, read_file
 from gearbox.data.tokenization import Question
 from gearbox.errors import UserError
 from gearbox.rows import shard_index, splits
-from gearbox.rows.batches import Sampler
+from gearbox.rows.batches import WINDOW_STEPS, Sampler, shuffled
 from gearbox.rows.shard_index import INDEX, ShardIndex, is_index
 from gearbox.rows.splits import TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus, StreamedRows
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 GB = 10**9
-NUM_ROUNDS = 4  # of a Feistel network, which looks random from 4 on
 MOST_EPOCHS = 100  # whose shards are added up before the run
 BEFORE_HANG = 0.9  # of run.hang_timeout: the error names the shard
 
@@ -61,12 +59,12 @@ class StreamSampler(Sampler):
         ]
         self._sizes = np.array([shard.rows for shard in rows.shards], np.int64)
         self._ordered = lru_cache(maxsize=4 * len(self._shards))(self._order)
-        self._sorted = lru_cache(maxsize=4 * len(self._shards))(self._by_length)
+        self._in_window = lru_cache(maxsize=4 * len(self._shards))(self._permute_window)
 
     def _order(self, group: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the shards of an epoch in order, and the first row of each in the epoch, [n] and [n + 1]."""
         shards = self._shards[group]
-        order = shards[[shuffled(i, len(shards), (self.seed, epoch, group)) for i in range(len(shards))]]
+        order = shards[shuffled(np.arange(len(shards)), len(shards), (self.seed, epoch, group))]
         return order, np.concatenate([[0], np.cumsum(self._sizes[order])])
 
     def _window(self, position: int) -> tuple[Window, int]:
@@ -85,19 +83,22 @@ class StreamSampler(Sampler):
         """Return the row at a position, counted from the first row of the first step."""
         window, offset = self._window(position)
         shards, starts = self._shards_of(window)
-        size, at = int(starts[-1] - starts[0]), offset - int(starts[0])
-        key = (self.seed, *window)
-        at = shuffled(at, size, key) if self.rows.packing else int(self._sorted(window)[at])
+        at = int(self._in_window(window)[offset - int(starts[0])])
         shard = int(np.searchsorted(starts, starts[0] + at, "right")) - 1
         return self.rows.firsts[int(shards[shard])] + at - int(starts[shard] - starts[0])
 
-    def _by_length(self, window: Window) -> NDArray[np.int64]:
-        """Return the rows of a window, permuted so that those of a step have similar lengths."""
+    def _permute_window(self, window: Window) -> NDArray[np.int64]:
+        """Return the rows of a window in order, counted from its first. Those of a step may have similar lengths."""
         shards, starts = self._shards_of(window)
         size = int(starts[-1] - starts[0])
-        order = np.array([shuffled(i, size, (self.seed, *window)) for i in range(size)])
+        order = shuffled(np.arange(size), size, (self.seed, *window))
+        if self.rows.packing:
+            return order
         lengths = np.concatenate([self.rows.shard(int(shard)).num_tokens for shard in shards])
-        return self.sort_by_length(order, lengths, np.random.default_rng([self.seed, *window]))
+        many = WINDOW_STEPS * self.rows_per_step
+        parts = [order[first : first + many] for first in range(0, size, many)]
+        keys = [(self.seed, *window, number) for number in range(len(parts))]
+        return np.concatenate([self.sort_by_length(p, lengths[p], k) for p, k in zip(parts, keys, strict=True)])
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return the rows of a step, in order. Their shards are kept with those of the step before.
@@ -144,20 +145,6 @@ class StreamSampler(Sampler):
                 oldest += 1
             most = max(most, used)
         return most
-
-
-def shuffled(place: int, size: int, key: tuple[int, ...]) -> int:
-    """Return the place of an item in a permutation of `size` items that is drawn from a key, by a Feistel network."""
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask, seed = (1 << half) - 1, xxhash.xxh3_64_intdigest(repr(key).encode())
-    while True:
-        left, right = place >> half, place & mask
-        for number in range(NUM_ROUNDS):
-            mixed = xxhash.xxh3_64_intdigest(right.to_bytes(8, "little"), seed=(seed + number) % 2**64)
-            left, right = right, left ^ (mixed & mask)
-        place = left << half | right
-        if place < size:  # else it is outside of the permutation, and is permuted again
-            return place
 
 
 @dataclass(frozen=True)
