@@ -12,9 +12,11 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -39,8 +41,6 @@ BUILDER_FIRST_SECONDS = 60
 # The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
 MODULES = (row_formats, sources, records, chat_rendering, loss_mask, tokenization)
 
-Number = TypeVar("Number", bound=np.generic)
-
 
 class MappedDocuments:
     """Tokenized documents in an Arrow file, whose tokens are read from it on access."""
@@ -51,29 +51,72 @@ class MappedDocuments:
         self.path, self.origins = path, origins
         with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_stream(file).read_all()
-        self.lengths: NDArray[np.int32] = _array(table.column("length"))
-        self.targets: NDArray[np.int32] = _array(table.column("targets"))
-        self.hashes: NDArray[np.uint64] = _array(table.column("hash"))
-        self.origin_ids: NDArray[np.int32] = _array(table.column("origin"))
-        self.record_numbers: NDArray[np.int64] = _array(table.column("number"))
-        self.source_ids: NDArray[np.int64] = np.array([origin.source for origin in origins])[self.origin_ids]
-        self._tokens: _ListColumn[np.int32] = _ListColumn(table.column("input_ids"))
-        self._loss_masks: _ListColumn[np.int8] = _ListColumn(table.column("supervised"))
+        chunks = [chunk for chunk in table.to_batches() if len(chunk)]
+        self._numbers: dict[str, list[NDArray[Any]]] = {
+            name: [_array(chunk.column(name)) for chunk in chunks]
+            for name in ("length", "targets", "hash", "origin", "number")
+        }
+        self._firsts: list[int] = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
+        self._tokens = [_ListColumn(chunk.column("input_ids")) for chunk in chunks]
+        self._loss_masks = [_ListColumn(chunk.column("supervised")) for chunk in chunks]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self._firsts[-1]
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Number of tokens of each document. This and the next arrays are copied from the file once."""
+        return self._column("length", np.int32)
+
+    @cached_property
+    def targets(self) -> NDArray[np.int32]:
+        """Number of tokens to predict in each document."""
+        return self._column("targets", np.int32)
+
+    @cached_property
+    def hashes(self) -> NDArray[np.uint64]:
+        """Hash of the token ids of each document."""
+        return self._column("hash", np.uint64)
+
+    @cached_property
+    def origin_ids(self) -> NDArray[np.int32]:
+        """Index into `origins` of each document."""
+        return self._column("origin", np.int32)
+
+    @cached_property
+    def record_numbers(self) -> NDArray[np.int64]:
+        """Number of the record of each document."""
+        return self._column("number", np.int64)
+
+    @cached_property
+    def source_ids(self) -> NDArray[np.int64]:
+        """Index of the data.path entry of each document."""
+        return np.array([origin.source for origin in self.origins], np.int64)[self.origin_ids]
+
+    def _column(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+        chunks = self._numbers[name]
+        return np.concatenate(chunks) if chunks else np.empty(0, dtype)
+
+    def _place(self, document: int) -> tuple[int, int]:
+        """Return the chunk of a document, and its place in it."""
+        chunk = bisect_right(self._firsts, document) - 1
+        return chunk, document - self._firsts[chunk]
 
     def tokens(self, document: int) -> NDArray[np.int32]:
         """Return the token ids, [n]."""
-        return self._tokens[document]
+        chunk, row = self._place(document)
+        return self._tokens[chunk][row]
 
     def loss_mask(self, document: int) -> NDArray[np.int8]:
         """Return 1 for each token to predict and 0 for others, [n]."""
-        return self._loss_masks[document]
+        chunk, row = self._place(document)
+        return self._loss_masks[chunk][row]
 
     def location(self, document: int) -> str:
         """Return the location of the document as file:line."""
-        return self.origins[int(self.origin_ids[document])].location(int(self.record_numbers[document]))
+        chunk, row = self._place(document)
+        origin, number = (int(self._numbers[name][chunk][row]) for name in ("origin", "number"))
+        return self.origins[origin].location(number)
 
 
 class MappedCorpus(MappedDocuments):
@@ -83,31 +126,78 @@ class MappedCorpus(MappedDocuments):
         super().__init__(folder / tokenization.DOCUMENTS, origins)
         about = json.loads((folder / tokenization.ABOUT).read_text(encoding="utf-8"))
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
-        self.bad = [UnusableRecord(*entry) for entry in about["bad"]]
+        self.num_bad: int = about["num_bad"]
         self.questions = [Question(**question) for question in about["questions"]]
         self.digest: str = about["digest"]
         self.key = folder.name
         """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
 
+    @cached_property
+    def bad(self) -> list[UnusableRecord]:
+        """Records that could not be used, in order."""
+        entries = json.loads((self.path.parent / tokenization.BAD).read_text(encoding="utf-8"))
+        return [UnusableRecord(*entry) for entry in entries]
 
-def _array(column: pyarrow.Array | pyarrow.ChunkedArray) -> NDArray[Any]:
+
+def _array(column: pyarrow.Array) -> NDArray[Any]:
     """Return the numbers of a column. Its own `to_numpy` would import pandas, which takes as long as a model's load."""
-    return np.from_dlpack(column.combine_chunks() if hasattr(column, "combine_chunks") else column)
+    return np.from_dlpack(column)
 
 
-class _ListColumn(Generic[Number]):
+class _ListColumn:
     """A memory-mapped column of lists. Nothing is copied or converted."""
 
-    def __init__(self, column: pyarrow.ChunkedArray) -> None:
-        chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.values: list[NDArray[Number]] = [_array(chunk.values) for chunk in chunks]
-        self.offsets: list[NDArray[np.int32]] = [_array(chunk.offsets) for chunk in chunks]
-        self.firsts: list[int] = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
+    __slots__ = ("offsets", "values")
 
-    def __getitem__(self, index: int) -> NDArray[Number]:
-        chunk = bisect_right(self.firsts, index) - 1
-        offsets, row = self.offsets[chunk], index - self.firsts[chunk]
-        return self.values[chunk][offsets[row] : offsets[row + 1]]
+    def __init__(self, column: pyarrow.ListArray) -> None:
+        self.values, self.offsets = _array(column.values), _array(column.offsets)
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A rank that makes folders of the cache once per machine, or waits for the rank that does."""
+
+    is_first: bool = True
+    """True for the first rank of the machine. The others wait for it."""
+    tell: Callable[[str], None] = print
+
+    def make(self, folder: Path, is_whole: Callable[[Path], bool], build: Callable[[Path], None]) -> None:
+        """Return once the folder is whole. `build` makes its content in the folder that it is given, under a lock."""
+        from filelock import FileLock, Timeout
+
+        launcher, started = os.getppid(), time.monotonic()
+        try:
+            filesystem.make_folder(folder.parent)
+            while not is_whole(folder):
+                if os.getppid() != launcher:
+                    raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
+                if not self.is_first and time.monotonic() - started < BUILDER_FIRST_SECONDS:
+                    time.sleep(0.1)
+                    continue
+                try:
+                    with FileLock(f"{folder}.lock", timeout=1):
+                        if not is_whole(folder):
+                            self._build(folder, build)
+                except Timeout:
+                    pass  # another process is building it
+        except OSError as error:
+            raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
+
+    def _build(self, folder: Path, build: Callable[[Path], None]) -> None:
+        if folder.exists():
+            self.tell(f"{folder}: is damaged; it is made again")
+        for left in (folder, partial := folder.with_name(f"{folder.name}.partial")):
+            filesystem.remove(left)  # damaged, or left by a builder that was killed; no other builder can be running
+        partial.mkdir()
+        try:
+            build(partial)
+            filesystem.sync_tree(partial)
+            filesystem.rename(partial, folder)
+        finally:
+            filesystem.remove(partial)
 
 
 def load_corpora(
@@ -139,8 +229,6 @@ def load_or_build(
     data: Data, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
 ) -> MappedCorpus:
     """Return the documents of one data.path from the cache, or build them. See load_corpora."""
-    from filelock import FileLock, Timeout
-
     chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
     try:
         origins = sources.find(data.sources)
@@ -149,25 +237,13 @@ def load_or_build(
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
     folder = cache() / "gearbox" / key
-    launcher, started = os.getppid(), time.monotonic()
-    try:
-        filesystem.make_folder(folder.parent)
-        while not tokenization.is_whole(folder):
-            if os.getppid() != launcher:
-                raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
-            if not is_builder and time.monotonic() - started < BUILDER_FIRST_SECONDS:
-                time.sleep(0.1)
-                continue
-            try:
-                with FileLock(f"{folder}.lock", timeout=1):
-                    if not tokenization.is_whole(folder):
-                        if folder.exists():
-                            tell(f"{folder}: is damaged; the documents are tokenized again")
-                        tokenization.build_corpus(folder, origins, stamps, data, chat_tokenizer, tell)
-            except Timeout:
-                pass  # another process is building it
-    except OSError as error:
-        raise UserError(f"{folder.parent}: cannot be written ({error.strerror}); set HF_DATASETS_CACHE") from None
+
+    def build(made: Path) -> None:
+        started = time.perf_counter()
+        num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, tell)
+        tell(f"tokenized {num_documents:,} documents in {time.perf_counter() - started:.1f} s; cached in {folder}")
+
+    Builder(is_builder, tell).make(folder, tokenization.is_whole, build)
     return MappedCorpus(folder, origins)
 
 

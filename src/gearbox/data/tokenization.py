@@ -38,7 +38,7 @@ BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its token
 BATCH_DOCUMENTS = 64
 NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
 PROGRESS_SECONDS = 10  # between two progress messages
-DOCUMENTS, ABOUT = "documents.arrow", "about.json"
+DOCUMENTS, ABOUT, BAD = "documents.arrow", "about.json", "bad.json"
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,6 @@ class Collector:
                 asdict(summary) | {"unused": sorted(fields)}
                 for summary, fields in zip(summaries, self.unused, strict=True)
             ],
-            "bad": [list(entry) for entry in self.bad],
             "questions": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
             "digest": self.digest.hexdigest(),
         }
@@ -165,28 +164,19 @@ def build_corpus(
     data: Data,
     tokenizer: loss_mask.ChatTokenizer,
     tell: Callable[[str], None],
-) -> None:
-    """Tokenize all records and write documents.arrow and about.json to the folder, which appears only when complete.
+) -> int:
+    """Tokenize all records, write documents.arrow, bad.json and about.json to the folder, and return their number.
 
     Raise UserError if the data cannot be used. Also raise it if an origin no longer has its stamp, so was written to.
     """
-    for left in (folder, partial := folder.with_name(f"{folder.name}.partial")):
-        filesystem.remove(left)  # damaged, or left by a builder that was killed; no other builder can be running
-    partial.mkdir()
     reader, collected = RecordReader(origins, data), Collector(origins, stop_on_bad=data.on_bad_row == "stop")
-    started = time.perf_counter()
-    try:
-        write_documents(partial / DOCUMENTS, reader.items(), tokenizer, collected, tell)
-        about = collected.about(reader.summaries)
-        check_stamps(origins, stamps)
-        about["bytes"] = (partial / DOCUMENTS).stat().st_size
-        filesystem.write(partial / ABOUT, json.dumps(about))
-        filesystem.sync_tree(partial)
-        filesystem.rename(partial, folder)
-        seconds = time.perf_counter() - started
-        tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
-    finally:
-        filesystem.remove(partial)
+    write_documents(folder / DOCUMENTS, reader.items(), tokenizer, collected, tell)
+    about = collected.about(reader.summaries)
+    check_stamps(origins, stamps)
+    about |= {"num_bad": len(collected.bad), "bytes": (folder / DOCUMENTS).stat().st_size}
+    filesystem.write(folder / BAD, json.dumps([list(entry) for entry in collected.bad]))
+    filesystem.write(folder / ABOUT, json.dumps(about))
+    return collected.num_documents
 
 
 def write_documents(
@@ -223,7 +213,7 @@ def is_whole(folder: Path) -> bool:
     """Return True if the folder has all documents that `build_corpus` wrote."""
     try:
         num_bytes = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["bytes"]
-        return bool((folder / DOCUMENTS).stat().st_size == num_bytes)
+        return bool((folder / DOCUMENTS).stat().st_size == num_bytes and (folder / BAD).is_file())
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

@@ -123,26 +123,26 @@ def data_facts(
     recipe: Recipe, corpus: MappedCorpus | PreparedCorpus, prepared: TrainingRows, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, str]:
     """Return the lines about the data, each text by its label."""
-    rows, held_out = prepared.training, prepared.held_out
-    median, p90, p99, longest = (f"{length:,}" for length in prepared.document_lengths)
+    rows, held_out, facts = prepared.training, prepared.held_out, prepared.facts
+    median, p90, p99, longest = (f"{length:,}" for length in facts.document_lengths)
     num_tokens, num_targets = int(rows.num_tokens.sum()), int(rows.targets.sum())
     evaluated = f"{held_out.num_documents:,} held out"
     separate = ""
-    if prepared.has_own_evaluation:
+    if facts.has_own_evaluation:
         evaluated, separate = "0 held out", f"; evaluation: {held_out.num_documents:,} from eval.path"
-        if prepared.dropped_of_evaluation_text:
-            separate += f", {prepared.dropped_of_evaluation_text}"
+        if facts.dropped_of_evaluation:
+            separate += f", {facts.dropped_of_evaluation}"
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
-    trained, dropped = f"{rows.num_documents:,} trained", prepared.dropped_text
-    shown["documents"] = f"{prepared.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
+    trained, dropped = f"{rows.num_documents:,} trained", facts.dropped
+    shown["documents"] = f"{facts.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
     shown["tokens"] = f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised"
     shown["document lengths"] = (
         f"median {median}, p90 {p90}, p99 {p99}, max {longest} tokens; "
-        f"{prepared.num_truncated:,} truncated, {prepared.num_split:,} split, {prepared.num_duplicates:,} duplicates"
+        f"{facts.num_truncated:,} truncated, {facts.num_split:,} split, {facts.num_duplicates:,} duplicates"
     )
-    if prepared.num_truncated > MANY_TRUNCATED * prepared.num_read:
+    if facts.num_truncated > MANY_TRUNCATED * facts.num_read:
         shown[WARNING] = (
-            f"{prepared.num_truncated:,} of {prepared.num_read:,} documents lose their end, because they are longer "
+            f"{facts.num_truncated:,} of {facts.num_read:,} documents lose their end, because they are longer "
             f"than batch.row_tokens={recipe.batch.row_tokens}; raise it, or set data.long=split"
         )
     if rows.packing:
@@ -151,12 +151,12 @@ def data_facts(
             f"{len(rows):,} x {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {padding:.1%} padding"
         )
     else:
-        rows_label, share = "rows", prepared.padding
+        rows_label, share = "rows", facts.padding
         shown[rows_label] = f"{len(rows):,}, one document each, grouped by length"
         shown[rows_label] += "" if share is None else f", {share:.1%} padding"
     if short := prepared.num_rows % recipe.batch.rows:
         shown["last step"] = f"{_count(short, 'row')} instead of {recipe.batch.rows:,}, to end with train.epochs"
-    if weights := prepared.weights(recipe):
+    if weights := facts.weights:
         total = sum(weight for _, weight in weights)
         shown[rows_label] += "; " + ", ".join(
             f"{weight / total:.1%} of each batch from {path} ({size:,} rows)"

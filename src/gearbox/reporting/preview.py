@@ -58,7 +58,7 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
         if of_use.documents is corpus:  # held-out documents may come from eval.path
             ends += of_use.chunks.ends(len(ends))  # a document is never both trained and held out
             uses |= dict.fromkeys(np.unique(of_use.chunks.document).tolist(), use)
-    reasons = {entry.location: entry.reason for entry in rows.dropped}
+    reasons = {entry.location: entry.reason for entry in rows.dropped()}
     records: list[tuple[int, int, int | None]] = [(entry.origin, entry.number, None) for entry in corpus.bad]
     records += [(int(corpus.origin_ids[i]), int(corpus.record_numbers[i]), i) for i in range(len(corpus))]
     for origin, number, document in sorted(records, key=lambda record: record[:2]):

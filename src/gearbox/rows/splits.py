@@ -1,12 +1,15 @@
-"""Decide whether each document is trained, held out or dropped, and pack the rows."""
+"""Decide whether each document is trained, held out or dropped."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
-from gearbox.rows.batches import PackedRows, Sampler, make_sampler
+from gearbox.rows.batches import PackedRows, Sampler
 from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
 if TYPE_CHECKING:
@@ -68,8 +71,31 @@ class Leakage:
 
 
 @dataclass(frozen=True)
+class DataFacts:
+    """How a run uses its documents, as numbers and texts."""
+
+    num_read: int
+    num_truncated: int
+    num_split: int
+    num_duplicates: int
+    """Number of documents with the same tokens as an earlier document."""
+    dropped: str
+    """The records of data.path that are neither trained nor held out, by reason."""
+    dropped_of_evaluation: str
+    """The records of eval.path that are not used for evaluation, by reason; empty if all are used."""
+    document_lengths: tuple[int, ...]
+    """Median, 90th and 99th percentile, and maximum of the trained documents' tokens."""
+    padding: float | None
+    """Share of padding if rows are sorted by length and padded to the longest of their step. None if not known."""
+    weights: tuple[tuple[str, float], ...]
+    """Path and weight of each source, or nothing if sources have no weights."""
+    has_own_evaluation: bool
+    """True if eval.path gives the held-out documents."""
+
+
+@dataclass(frozen=True)
 class TrainingRows:
-    """The rows of a run, their order, and counts of how its documents are used."""
+    """The rows of a run, their order, and how its documents are used."""
 
     training: PackedRows
     held_out: PackedRows
@@ -80,15 +106,9 @@ class TrainingRows:
     sampler: Sampler
     """Chooses the training rows of each step."""
     samples: list[Sample]
-    dropped: list[Dropped]
-    """Records of data.path that are neither trained nor held out."""
-    dropped_of_evaluation: list[Dropped]
-    """Records of eval.path that are not used for evaluation."""
-    num_read: int
-    num_truncated: int
-    num_split: int
-    num_duplicates: int
-    """Number of documents with the same tokens as an earlier document."""
+    facts: DataFacts
+    dropped_file: Path | None = None
+    """The records of data.path and eval.path that are not used, one on a line; None if it is not on this machine."""
     leakage: Leakage | None = None
     """Leakage between packed documents, once measured with the model. None if rows are not packed."""
 
@@ -96,39 +116,12 @@ class TrainingRows:
         """Return the training rows of a step, in order. The run's last step may have fewer rows than the others."""
         return self.sampler.rows_of_step(step)[: self.num_rows - step * self.sampler.rows_per_step]
 
-    @property
-    def dropped_text(self) -> str:
-        """The records of data.path that are neither trained nor held out, by reason."""
-        return summarize_dropped(self.dropped)
-
-    @property
-    def dropped_of_evaluation_text(self) -> str:
-        """The records of eval.path that are not used for evaluation, by reason; empty if all are used."""
-        return summarize_dropped(self.dropped_of_evaluation) if self.dropped_of_evaluation else ""
-
-    @property
-    def has_own_evaluation(self) -> bool:
-        """True if eval.path gives the held-out documents."""
-        return self.held_out.documents is not self.training.documents
-
-    def weights(self, recipe: Recipe) -> list[tuple[str, float]]:
-        """Return path and weight of each source, or nothing if sources have no weights."""
-        return [(source.path, source.weight) for source in recipe.data.sources if source.weight is not None]
-
-    @property
-    def document_lengths(self) -> tuple[int, int, int, int]:
-        """Median, 90th and 99th percentile, and maximum of the trained documents' tokens."""
-        lengths = self.training.documents.lengths[np.unique(self.training.chunks.document)]
-        median, p90, p99 = (int(np.percentile(lengths, p)) for p in (50, 90, 99))
-        return median, p90, p99, int(lengths.max())
-
-    @property
-    def padding(self) -> float | None:
-        """Share of padding if rows are sorted by length and padded to the longest of their step. None if not known."""
-        lengths, rows_per_step = np.sort(self.training.num_tokens), self.sampler.rows_per_step
-        last_of_step = np.arange(len(lengths)) // rows_per_step * rows_per_step + rows_per_step - 1
-        widths = lengths[np.minimum(last_of_step, len(lengths) - 1)]
-        return 1 - float(lengths.sum()) / float(widths.sum())
+    def dropped(self) -> Iterator[Dropped]:
+        """Yield the records that are not used: those of data.path, then those of eval.path."""
+        if self.dropped_file is not None:
+            with self.dropped_file.open(encoding="utf-8") as file:
+                for line in file:
+                    yield Dropped(*json.loads(line))
 
     def num_rows_left_out(self, step: int, epochs: float | None) -> int:
         """Return the rows that no step trains if a run of `epochs` ended with `step` and now goes on."""
@@ -174,51 +167,6 @@ def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) ->
         dropped=dropped,
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),
-    )
-
-
-def split_and_pack(
-    recipe: Recipe,
-    corpus: Corpus,
-    evaluated: Corpus | None,
-    tokenizer: PreTrainedTokenizerFast,
-    packing: bool,
-) -> TrainingRows:
-    """Divide the documents into chunks, hold some out and pack the rest; `evaluated` is the corpus of eval.path.
-
-    Raise UserError if nothing is left to train on or to evaluate on.
-    """
-    data, row_tokens, pad_token = recipe.data, recipe.batch.row_tokens, pad_token_of(tokenizer)
-    copies = None
-    dropped_of_evaluation: list[Dropped] = []
-    if evaluated is not None:
-        held_out_chunks, copies, dropped_of_evaluation = evaluation_chunks(recipe, evaluated)
-    divided = divide(recipe, corpus, copies)
-    if evaluated is None:
-        held_out_chunks = divided.held_out
-    num_read, num_held_out = len(corpus) + len(corpus.bad), len(np.unique(divided.held_out.document))
-    present = {*np.unique(corpus.source_ids[divided.training.document]).tolist()}
-    check_every_source(recipe, present, num_read, num_held_out, summarize_dropped(divided.dropped))
-
-    is_weighted = data.sources[0].weight is not None
-    group = corpus.source_ids[divided.training.document] if is_weighted else None
-    training = PackedRows(corpus, divided.training, row_tokens, pad_token, packing, group)
-    num_rows = num_rows_of(recipe, len(training))
-    held_out_corpus = corpus if evaluated is None else evaluated
-    held_out = PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing)
-    return TrainingRows(
-        training=training,
-        held_out=held_out,
-        num_steps=-(-num_rows // recipe.batch.rows),
-        num_rows=num_rows,
-        sampler=make_sampler(recipe, training),
-        samples=find_samples(held_out, held_out_corpus.questions, recipe.eval.samples),
-        dropped=divided.dropped,
-        dropped_of_evaluation=dropped_of_evaluation,
-        num_read=num_read,
-        num_truncated=divided.num_truncated,
-        num_split=divided.num_split,
-        num_duplicates=len(divided.hashes) - len(np.unique(divided.hashes)),
     )
 
 
@@ -272,12 +220,12 @@ def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_hel
             )
 
 
-def summarize_dropped(dropped: list[Dropped]) -> str:
+def summarize_dropped(dropped: Iterable[Dropped]) -> str:
     """Return the number of dropped documents by reason, most frequent first. Numbers and found values are ignored."""
     return summarize_reasons(count_reasons(dropped))
 
 
-def count_reasons(dropped: list[Dropped]) -> Counter[str]:
+def count_reasons(dropped: Iterable[Dropped]) -> Counter[str]:
     """Return the number of dropped documents by reason, without numbers and found values."""
     return Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
 
@@ -323,10 +271,10 @@ def find_samples(rows: PackedRows, questions: list[Question], num_samples: int) 
     """Return up to `num_samples` held-out questions whose prompts fit into a row."""
     samples: list[Sample] = []
     corpus, chunks = rows.documents, rows.chunks
-    is_first = chunks.start == 0
-    first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))
     for kept in questions:
-        if len(samples) < num_samples and kept.document in first_lengths:
-            prompt = int(np.argmax(corpus.loss_mask(kept.document)[: first_lengths[kept.document]]))
+        first = int(np.searchsorted(chunks.document, kept.document))
+        is_there = first < len(chunks) and chunks.document[first] == kept.document and chunks.start[first] == 0
+        if len(samples) < num_samples and is_there:
+            prompt = int(np.argmax(corpus.loss_mask(kept.document)[: chunks.length[first]]))
             samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))
     return [sample for sample in samples if sample.prompt]

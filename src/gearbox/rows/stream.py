@@ -8,7 +8,6 @@ windows of the current steps, and of the next one, are on this machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,14 +19,14 @@ from gearbox import filesystem
 from gearbox.config.recipe import Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.data import corpus
-from gearbox.data.corpus import MappedCorpus
+from gearbox.data.corpus import Builder, MappedCorpus
 from gearbox.data.shard_store import ShardStore, is_url, read_file
 from gearbox.data.tokenization import Question
 from gearbox.errors import UserError
-from gearbox.rows import shard_index, splits
+from gearbox.rows import arranged, shard_index, splits
 from gearbox.rows.batches import WINDOW_STEPS, Sampler, shuffled
 from gearbox.rows.shard_index import INDEX, ShardIndex, is_index
-from gearbox.rows.splits import TrainingRows
+from gearbox.rows.splits import DataFacts, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus, StreamedRows
 
 if TYPE_CHECKING:
@@ -147,48 +146,6 @@ class StreamSampler(Sampler):
         return most
 
 
-@dataclass(frozen=True)
-class StreamedTraining(TrainingRows):
-    """The rows of a run on prepared shards. The index has the counts."""
-
-    index: ShardIndex | None = None
-
-    @property
-    def dropped_text(self) -> str:
-        """The records of data.path that are neither trained nor held out, by reason."""
-        return self._index.dropped
-
-    @property
-    def dropped_of_evaluation_text(self) -> str:
-        """The records of eval.path that are not used for evaluation, by reason; empty if all are used."""
-        return self._index.dropped_of_evaluation
-
-    @property
-    def has_own_evaluation(self) -> bool:
-        """True if eval.path gives the held-out documents."""
-        return self._index.settings.get("eval.path") is not None
-
-    def weights(self, recipe: Recipe) -> list[tuple[str, float]]:
-        """Return path and weight of each source that was prepared, or nothing if sources have no weights."""
-        return list(zip(self._index.paths, self._index.weights or [], strict=False))
-
-    @property
-    def document_lengths(self) -> tuple[int, int, int, int]:
-        """Median, 90th and 99th percentile, and maximum of the trained documents' tokens."""
-        lengths = self._index.lengths
-        return lengths.median, lengths.p90, lengths.p99, lengths.max
-
-    @property
-    def padding(self) -> float | None:
-        """Not known from the index for rows of one document."""
-        return None
-
-    @property
-    def _index(self) -> ShardIndex:
-        assert self.index is not None
-        return self.index
-
-
 def load_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
 ) -> tuple[MappedCorpus | PreparedCorpus, MappedCorpus | None, TrainingRows]:
@@ -200,7 +157,8 @@ def load_data(
         if is_prepared(source.path):
             raise UserError(f"data.path: {source.path} has prepared shards; give it as data.path, with nothing else")
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, tell)
-    return documents, evaluated, splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    builder, packing = Builder(is_builder, tell), recipe.data.packing
+    return documents, evaluated, arranged.split_and_pack(recipe, documents, evaluated, tokenizer, packing, builder)
 
 
 def answer_ends(documents: MappedCorpus | PreparedCorpus, tokenizer: PreTrainedTokenizerFast) -> set[int]:
@@ -249,19 +207,30 @@ def _open_stream(
     return (
         PreparedCorpus(index),
         None,
-        StreamedTraining(
+        TrainingRows(
             training=rows,
             held_out=held_out,
             num_steps=-(-num_rows // recipe.batch.rows),
             num_rows=num_rows,
             sampler=sampler,
             samples=splits.find_samples(held_out, questions, recipe.eval.samples),
-            dropped=[],
-            dropped_of_evaluation=[],
-            num_read=index.uses.read,
-            num_truncated=index.uses.truncated,
-            num_split=index.uses.split,
-            num_duplicates=index.uses.duplicates,
-            index=index,
+            facts=_facts(index),
         ),
+    )
+
+
+def _facts(index: ShardIndex) -> DataFacts:
+    """Return what an index knows about its documents. The padding of rows of one document is not among it."""
+    uses, lengths = index.uses, index.lengths
+    return DataFacts(
+        num_read=uses.read,
+        num_truncated=uses.truncated,
+        num_split=uses.split,
+        num_duplicates=uses.duplicates,
+        dropped=index.dropped,
+        dropped_of_evaluation=index.dropped_of_evaluation,
+        document_lengths=(lengths.median, lengths.p90, lengths.p99, lengths.max),
+        padding=None,
+        weights=tuple(zip(index.paths, index.weights or [], strict=False)),
+        has_own_evaluation=index.settings.get("eval.path") is not None,
     )

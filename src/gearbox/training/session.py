@@ -14,7 +14,7 @@ from gearbox.config.compatibility import check_architecture
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
-from gearbox.data.corpus import MappedCorpus
+from gearbox.data.corpus import Builder, MappedCorpus
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, tensor_parallel, verification
 from gearbox.distributed.engine import Engine
@@ -30,7 +30,7 @@ from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
-from gearbox.rows import splits, stream
+from gearbox.rows import arranged, stream
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
@@ -187,7 +187,8 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
                     f"data.packing: {leakage.describe().partition(':')[0]}, and {recipe.data.path} has packed rows; "
                     "prepare it again with data.packing=false in another folder"
                 )
-            rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
+            builder = Builder(process_group.is_first_rank_of_node(), engine.world.screen.print)
+            rows = arranged.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, False, builder)
         rows = replace(rows, leakage=leakage)
     else:
         probes.check_row(engine, rows.training)
@@ -241,9 +242,7 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
             )
-    if run.compares_only_lengths:
-        world.screen.print("hint: an earlier version wrote this checkpoint; only the lengths of its rows are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:
-        run.write_dropped([*rows.dropped, *rows.dropped_of_evaluation])
+        run.write_dropped(rows.dropped())
