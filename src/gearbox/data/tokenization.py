@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its tokens need a hundred times as much
+WRITTEN_DOCUMENTS, WRITTEN_BYTES = 8192, 2**26  # in one batch of the file
 BATCH_DOCUMENTS = 64
 NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
 PROGRESS_SECONDS = 10  # between two progress messages
@@ -191,14 +192,24 @@ def write_documents(
     from datasets.arrow_writer import ArrowWriter
 
     started = last_told = time.perf_counter()
+    kept: list[pyarrow.RecordBatch] = []
     with ArrowWriter(path=str(path), features=_features()) as writer:
+
+        def write_kept() -> None:  # together: each rank later holds a few objects for each batch of the file
+            if kept:
+                writer.write_table(pyarrow.Table.from_batches(kept).combine_chunks())
+                kept.clear()
+
         for outcome in _tokenize_in_order(_BatchTokenizer(tokenizer), _batches(items)):
             collected.add(outcome)
             if len(outcome.table):
-                writer.write_table(pyarrow.Table.from_batches([outcome.table]))
+                kept.append(outcome.table)
+            if sum(map(len, kept)) >= WRITTEN_DOCUMENTS or sum(batch.nbytes for batch in kept) >= WRITTEN_BYTES:
+                write_kept()
             if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
                 last_told, num_documents = now, collected.num_documents
                 tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} per second")
+        write_kept()
         writer.finalize()
 
 
