@@ -273,7 +273,10 @@ def matches(path: str) -> list[Path]:
 def is_local(path: str) -> bool:
     """Return whether a data.path is local, not on the Hub."""
     return (
-        path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
+        path == BUILTIN_TASKS
+        or path.endswith(LOCAL_ENDINGS)
+        or path.startswith((".", "/", "~", "file://"))
+        or bool(matches(path))
     )
 
 

@@ -129,6 +129,8 @@ class ShardStore:
     _locks: dict[str, filesystem.Lock] = field(default_factory=dict)
     _wanted: list[str] = field(default_factory=list)
     _problem: Exception | None = None
+    _is_full: bool = False
+    """True if there was no room for the last folder that was to be fetched."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _fetching: threading.Thread | None = None
 
@@ -157,6 +159,7 @@ class ShardStore:
         if name not in self._wanted:
             self.want([name, *self._wanted])
         folder, launcher, since = self._place(name), os.getppid(), time.monotonic()
+        filesystem.make_folder(self.cache)
         while True:
             lock = filesystem.Lock(self._lock_path(name), 0, shared=True)
             if not lock.is_taken and folder.is_dir():
@@ -169,7 +172,10 @@ class ShardStore:
             if os.getppid() != launcher:
                 raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
             if time.monotonic() - since > self.seconds:
-                raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s")
+                full = (
+                    "; the cache is full of shards that other runs read: raise data.cache_gb" if self._is_full else ""
+                )
+                raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s{full}")
             time.sleep(LOOK_SECONDS)
 
     def close(self, name: str) -> None:
@@ -204,7 +210,9 @@ class ShardStore:
                 with self._changed:
                     wanted = list(self._wanted)
                 missing = [name for name in wanted if not self._place(name).is_dir()]
-                if not missing or not self._fetch(missing[0], wanted):
+                if missing:
+                    self._is_full = not self._fetch(missing[0], wanted)
+                if not missing or self._is_full:
                     with self._changed:
                         self._changed.wait(ROOM_SECONDS / 60)
         except Exception as error:

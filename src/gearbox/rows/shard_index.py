@@ -158,6 +158,9 @@ class ShardIndex(Part):
             raise ValueError("uses: documents read are not trained + held out + dropped")
         if sum(shard.documents for shard in self.shards) != self.uses.trained:
             raise ValueError("uses: the shards do not have the trained documents")
+        num_held_out = self.held_out.documents if self.held_out else 0
+        if any(question.document >= num_held_out for question in self.questions):
+            raise ValueError("questions: a document is unknown")
         return self
 
     @property
