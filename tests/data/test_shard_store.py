@@ -200,3 +200,14 @@ def test_what_a_killed_process_left_is_removed(held, tmp_path):
     assert files_of(store.open(NAMES[2])) == files_of(held / NAMES[2]) and not left.exists()
     store.open(NAMES[3])
     assert not old.exists(), "shards of an index that nobody reads make room"
+
+
+def test_a_folder_that_is_wanted_now_replaces_one_that_is_wanted_later(held, tmp_path):
+    """A resumed run finds the cache full of shards that its earlier process fetched ahead."""
+    store = store_of(held, f"file://{held}", tmp_path / "cache", 2 * SIZE)
+    for name in NAMES[:2]:
+        store.open(name)
+        store.close(name)
+    store.want([NAMES[5], NAMES[0], NAMES[1]])
+    assert files_of(store.open(NAMES[5])) == files_of(held / NAMES[5])
+    assert store.open(NAMES[0]).is_dir() and not (tmp_path / "cache" / "index" / "shards-00001").exists()

@@ -1,4 +1,4 @@
-"""Train from a stream of shards: killed at random moments on other gears and ranks, each row is trained once in order."""
+"""Train from a stream, killed at random moments on other gears and ranks: each row is trained once, in order."""
 
 import json
 import os

@@ -172,9 +172,7 @@ class ShardStore:
             if os.getppid() != launcher:
                 raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
             if time.monotonic() - since > self.seconds:
-                full = (
-                    "; the cache is full of shards that other runs read: raise data.cache_gb" if self._is_full else ""
-                )
+                full = "; the cache is full of shards that other runs read; raise data.cache_gb" * self._is_full
                 raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s{full}")
             time.sleep(LOOK_SECONDS)
 
@@ -211,14 +209,14 @@ class ShardStore:
                     wanted = list(self._wanted)
                 missing = [name for name in wanted if not self._place(name).is_dir()]
                 if missing:
-                    self._is_full = not self._fetch(missing[0], wanted)
+                    self._is_full = not self._fetch(missing[0], wanted[: wanted.index(missing[0])])
                 if not missing or self._is_full:
                     with self._changed:
                         self._changed.wait(ROOM_SECONDS / 60)
         except Exception as error:
             self._problem = error
 
-    def _fetch(self, name: str, wanted: list[str]) -> bool:
+    def _fetch(self, name: str, earlier: list[str]) -> bool:
         """Fetch a folder. Return False if the cache has no room for it now."""
         filesystem.make_folder(self.cache)
         lock = filesystem.Lock(self.cache.parent / "fetching.lock", self.seconds)
@@ -229,7 +227,7 @@ class ShardStore:
             aside = place.with_name(f"{place.name}.partial")
             filesystem.remove(aside)  # by a process that was killed
             if not place.is_dir():
-                if not self._make_room(sum(facts.bytes for facts in self.folders[name].values()), wanted):
+                if not self._make_room(sum(facts.bytes for facts in self.folders[name].values()), earlier):
                     return False
                 aside.mkdir()
                 try:
@@ -269,14 +267,17 @@ class ShardStore:
                     raise UserError(f"data.path: {error}; restore it, or prepare the data again") from None
                 self.tell(f"WARNING: {error}; fetching it again")
 
-    def _make_room(self, num_bytes: int, wanted: list[str]) -> bool:
-        """Evict folders that nobody reads and that are not wanted, the least recently used first, until this fits."""
+    def _make_room(self, num_bytes: int, earlier: list[str]) -> bool:
+        """Evict folders that nobody reads until this fits: those not wanted, then those wanted later.
+
+        `earlier` are the folders that are wanted more. Of folders not wanted, the least recently used goes first.
+        """
         if self.limit is None:
             return True
-        kept = {self._place(name) for name in wanted}
+        kept, wanted = ({self._place(name) for name in names} for names in (earlier, self._wanted))
         sizes = {path: _size(path) for path in self.cache.parent.glob("*/*") if path.suffix != ".lock"}
         used = sum(sizes.values())
-        for path in sorted(sizes, key=_time):
+        for path in sorted(sizes, key=lambda path: (path in wanted, path.stat().st_mtime)):
             if used + num_bytes <= self.limit:
                 break
             if path in kept:
@@ -291,7 +292,3 @@ class ShardStore:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _time(folder: Path) -> float:
-    return folder.stat().st_mtime

@@ -211,8 +211,11 @@ class Preparation:
             settings, made_with = about["settings"], about["made_with"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder}: is damaged ({error}); delete it, and run this command again") from None
-        shard_index.refuse_difference(str(folder), settings | made_with, self.settings | self.made_with)
+        self._refuse_difference(folder, settings | made_with)
         return about
+
+    def _refuse_difference(self, folder: Path, prepared: dict[str, Any]) -> None:
+        shard_index.refuse_difference(str(folder), prepared, self.settings | self.made_with)
 
     def write_index(self, num_shards: int) -> ShardIndex | None:
         """Write the index if all shards exist, and return it. Else say which are missing, and return None."""
@@ -237,9 +240,7 @@ class Preparation:
         if not shard_index.is_index(path):
             return None
         index = ShardIndex.parse(path.read_bytes(), str(path))
-        shard_index.refuse_difference(
-            str(self.folder), index.settings | index.made_with, self.settings | self.made_with
-        )
+        self._refuse_difference(self.folder, index.settings | index.made_with)
         return index if all((self.folder / shard.name).is_dir() for shard in index.shards) else None
 
     def _combine(self, folders: list[Path], abouts: list[About]) -> ShardIndex:
