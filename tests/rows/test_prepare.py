@@ -207,6 +207,13 @@ def run_prepare(*arguments, **variables):
     return subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def run_task(*arguments, **variables):
+    """Run the batch script as Slurm does."""
+    command = ["bash", "cluster/slurm/prepare.sbatch", "recipes/tiny.yaml", *map(str, arguments)]
+    given = os.environ | {"PYTHONPATH": str(ROOT / "src"), "GEARBOX_ENV": sys.prefix} | variables
+    return subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 @pytest.mark.cold
 def test_a_kill_loses_no_shard_and_another_process_takes_over(tmp_path):
     """Killed in the middle of a shard, the command is run again by two tasks of an array at the same time."""
