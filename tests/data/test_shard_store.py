@@ -202,6 +202,13 @@ def test_what_a_killed_process_left_is_removed(held, tmp_path):
     assert not old.exists(), "shards of an index that nobody reads make room"
 
 
+def test_a_folder_of_which_a_file_is_missing_is_fetched_again(held, tmp_path):
+    """A process was killed while it evicted the folder."""
+    folder = store_of(held, f"file://{held}", tmp_path / "cache").open(NAMES[0])
+    (folder / "a.npy").unlink()
+    assert files_of(store_of(held, f"file://{held}", tmp_path / "cache").open(NAMES[0])) == files_of(held / NAMES[0])
+
+
 def test_a_folder_that_is_wanted_now_replaces_one_that_is_wanted_later(held, tmp_path):
     """A resumed run finds the cache full of shards that its earlier process fetched ahead."""
     store = store_of(held, f"file://{held}", tmp_path / "cache", 2 * SIZE)

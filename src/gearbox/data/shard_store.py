@@ -162,7 +162,7 @@ class ShardStore:
         filesystem.make_folder(self.cache)
         while True:
             lock = filesystem.Lock(self._lock_path(name), 0, shared=True)
-            if not lock.is_taken and folder.is_dir():
+            if not lock.is_taken and self._is_whole(name):
                 self._locks[name] = lock
                 os.utime(folder)
                 return folder
@@ -183,6 +183,14 @@ class ShardStore:
 
     def _place(self, name: str) -> Path:
         return self.cache / name.replace("/", "-")
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether the cache has all files of a folder. A process may have been killed while it evicted them."""
+        place = self._place(name)
+        try:
+            return all((place / file).stat().st_size == facts.bytes for file, facts in self.folders[name].items())
+        except OSError:
+            return False
 
     def _lock_path(self, name: str) -> Path:
         path = self._place(name)
@@ -207,7 +215,7 @@ class ShardStore:
             while True:
                 with self._changed:
                     wanted = list(self._wanted)
-                missing = [name for name in wanted if not self._place(name).is_dir()]
+                missing = [name for name in wanted if not self._is_whole(name)]
                 if missing:
                     self._is_full = not self._fetch(missing[0], wanted[: wanted.index(missing[0])])
                 if not missing or self._is_full:
@@ -226,7 +234,8 @@ class ShardStore:
             place = self._place(name)
             aside = place.with_name(f"{place.name}.partial")
             filesystem.remove(aside)  # by a process that was killed
-            if not place.is_dir():
+            if not self._is_whole(name):
+                filesystem.remove(place)
                 if not self._make_room(sum(facts.bytes for facts in self.folders[name].values()), earlier):
                     return False
                 aside.mkdir()

@@ -297,7 +297,7 @@ class Preparation:
             ],
             held_out=held_out,
             uses=uses,
-            lengths=_lengths(abouts),
+            lengths=Lengths.of([about["lengths"] for about in abouts]),
             dropped=dropped,
             dropped_of_evaluation=dropped_of_evaluation,
             questions=questions,
@@ -384,19 +384,3 @@ def _num_duplicates(paths: list[Path]) -> int:
         hashes = [file[cut[part] : cut[part + 1]] for file, cut in zip(files, cuts, strict=True)]
         num_different += len(np.unique(np.concatenate(hashes)))
     return num_hashes - num_different
-
-
-def _lengths(abouts: list[About]) -> Lengths:
-    """Return the percentiles of the lengths of all trained documents, as `numpy.percentile` does."""
-    counts: Counter[int] = Counter()
-    for about in abouts:
-        counts.update(dict(zip(*about["lengths"], strict=True)))
-    lengths = np.array(sorted(counts))
-    ends = np.cumsum([counts[length] for length in lengths.tolist()])
-
-    def percentile(share: float) -> int:
-        place = share * (int(ends[-1]) - 1)
-        low, high = (int(lengths[np.searchsorted(ends, int(number), "right")]) for number in (place, np.ceil(place)))
-        return int(low + (high - low) * (place % 1))
-
-    return Lengths(median=percentile(0.5), p90=percentile(0.9), p99=percentile(0.99), max=int(lengths[-1]))

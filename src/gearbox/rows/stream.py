@@ -193,7 +193,7 @@ class StreamedTraining(TrainingRows):
 
     @property
     def padding(self) -> float | None:
-        """Not known from the index for rows of one document."""
+        """Share of padding of rows of one document, which the index does not know."""
         return None
 
     @property
