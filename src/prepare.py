@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     for hint in hints:
         screen.print(f"hint: {hint}")
     if num_parts > 1:
-        screen.print(f"part {part} of {num_parts}: every {num_parts}th shard from shard {part}")
+        screen.print(f"part {part} of {num_parts}: shards {part}, {part + num_parts}, {part + 2 * num_parts}, ...")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     try:
         preparation = Preparation(recipe, tokenizer, folder, options.records, screen.print)

@@ -273,7 +273,10 @@ def matches(path: str) -> list[Path]:
 def is_local(path: str) -> bool:
     """Return whether a data.path is local, not on the Hub."""
     return (
-        path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
+        path == BUILTIN_TASKS
+        or path.endswith(LOCAL_ENDINGS)
+        or path.startswith((".", "/", "~", "file://"))
+        or bool(matches(path))
     )
 
 
@@ -318,7 +321,9 @@ def recipe_keys() -> list[str]:
 
 def keys_of_group(annotation: object) -> list[str]:
     """Return the keys of a group, given its type. Any other type has no keys."""
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Group) else []
+    if isinstance(annotation, type) and issubclass(annotation, Group | Source):
+        return list(annotation.model_fields)
+    return []
 
 
 def keys_meant(name: str) -> list[str]:

@@ -129,6 +129,8 @@ class ShardStore:
     _locks: dict[str, filesystem.Lock] = field(default_factory=dict)
     _wanted: list[str] = field(default_factory=list)
     _problem: Exception | None = None
+    _is_full: bool = False
+    """True if there was no room for the last folder that was to be fetched."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _fetching: threading.Thread | None = None
 
@@ -157,9 +159,10 @@ class ShardStore:
         if name not in self._wanted:
             self.want([name, *self._wanted])
         folder, launcher, since = self._place(name), os.getppid(), time.monotonic()
+        filesystem.make_folder(self.cache)
         while True:
             lock = filesystem.Lock(self._lock_path(name), 0, shared=True)
-            if not lock.is_taken and folder.is_dir():
+            if not lock.is_taken and self._is_whole(name):
                 self._locks[name] = lock
                 os.utime(folder)
                 return folder
@@ -169,7 +172,8 @@ class ShardStore:
             if os.getppid() != launcher:
                 raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
             if time.monotonic() - since > self.seconds:
-                raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s")
+                full = "; the cache is full of shards that other runs read; raise data.cache_gb" * self._is_full
+                raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s{full}")
             time.sleep(LOOK_SECONDS)
 
     def close(self, name: str) -> None:
@@ -179,6 +183,14 @@ class ShardStore:
 
     def _place(self, name: str) -> Path:
         return self.cache / name.replace("/", "-")
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether the cache has all files of a folder. A process may have been killed while it evicted them."""
+        place = self._place(name)
+        try:
+            return all((place / file).stat().st_size == facts.bytes for file, facts in self.folders[name].items())
+        except OSError:
+            return False
 
     def _lock_path(self, name: str) -> Path:
         path = self._place(name)
@@ -203,14 +215,16 @@ class ShardStore:
             while True:
                 with self._changed:
                     wanted = list(self._wanted)
-                missing = [name for name in wanted if not self._place(name).is_dir()]
-                if not missing or not self._fetch(missing[0], wanted):
+                missing = [name for name in wanted if not self._is_whole(name)]
+                if missing:
+                    self._is_full = not self._fetch(missing[0], wanted[: wanted.index(missing[0])])
+                if not missing or self._is_full:
                     with self._changed:
                         self._changed.wait(ROOM_SECONDS / 60)
         except Exception as error:
             self._problem = error
 
-    def _fetch(self, name: str, wanted: list[str]) -> bool:
+    def _fetch(self, name: str, earlier: list[str]) -> bool:
         """Fetch a folder. Return False if the cache has no room for it now."""
         filesystem.make_folder(self.cache)
         lock = filesystem.Lock(self.cache.parent / "fetching.lock", self.seconds)
@@ -220,8 +234,9 @@ class ShardStore:
             place = self._place(name)
             aside = place.with_name(f"{place.name}.partial")
             filesystem.remove(aside)  # by a process that was killed
-            if not place.is_dir():
-                if not self._make_room(sum(facts.bytes for facts in self.folders[name].values()), wanted):
+            if not self._is_whole(name):
+                filesystem.remove(place)
+                if not self._make_room(sum(facts.bytes for facts in self.folders[name].values()), earlier):
                     return False
                 aside.mkdir()
                 try:
@@ -261,14 +276,17 @@ class ShardStore:
                     raise UserError(f"data.path: {error}; restore it, or prepare the data again") from None
                 self.tell(f"WARNING: {error}; fetching it again")
 
-    def _make_room(self, num_bytes: int, wanted: list[str]) -> bool:
-        """Evict folders that nobody reads and that are not wanted, the least recently used first, until this fits."""
+    def _make_room(self, num_bytes: int, earlier: list[str]) -> bool:
+        """Evict folders that nobody reads until this fits: those not wanted, then those wanted later.
+
+        `earlier` are the folders that are wanted more. Of folders not wanted, the least recently used goes first.
+        """
         if self.limit is None:
             return True
-        kept = {self._place(name) for name in wanted}
+        kept, wanted = ({self._place(name) for name in names} for names in (earlier, self._wanted))
         sizes = {path: _size(path) for path in self.cache.parent.glob("*/*") if path.suffix != ".lock"}
         used = sum(sizes.values())
-        for path in sorted(sizes, key=_time):
+        for path in sorted(sizes, key=lambda path: (path in wanted, path.stat().st_mtime)):
             if used + num_bytes <= self.limit:
                 break
             if path in kept:
@@ -283,7 +301,3 @@ class ShardStore:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _time(folder: Path) -> float:
-    return folder.stat().st_mtime

@@ -154,6 +154,9 @@ def data_facts(
         rows_label, share = "rows", facts.padding
         shown[rows_label] = f"{len(rows):,}, one document each, grouped by length"
         shown[rows_label] += "" if share is None else f", {share:.1%} padding"
+    if isinstance(corpus, PreparedCorpus):
+        window = f"the rows of {recipe.data.shuffle_shards} shards at a time are shuffled"
+        shown["shards"] = f"{corpus.num_shards:,} in {recipe.data.path}; {window}"
     if short := prepared.num_rows % recipe.batch.rows:
         shown["last step"] = f"{_count(short, 'row')} instead of {recipe.batch.rows:,}, to end with train.epochs"
     if weights := facts.weights:

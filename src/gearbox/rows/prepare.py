@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MADE, HELD_OUT_DOCUMENTS, HASHES = "made", "held_out.arrow", "hashes.npy"
+INDEX_SECONDS = 3600.0  # for another process to write the index
 HASHES_AT_ONCE = 2**24  # compared in memory, to count duplicates
 
 FACTS = ("source", "documents", "rows", "chunks", "tokens", "targets", "files")  # of a shard in the index
@@ -97,6 +98,8 @@ class Preparation:
 
     def make_shards(self, part: int, num_parts: int) -> int:
         """Make the shards of a part that do not exist yet. Return the number of shards of all parts."""
+        if (index := self._finished()) is not None:
+            return len(index.shards)
         reader, number = RecordReader(self.origins, self.recipe.data), -1
         for number, items in groupby(self._in_blocks(reader.items()), key=itemgetter(0)):
             folder = self.folder / SHARDS / f"{number:05}"
@@ -208,8 +211,11 @@ class Preparation:
             settings, made_with = about["settings"], about["made_with"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder}: is damaged ({error}); delete it, and run this command again") from None
-        shard_index.refuse_difference(str(folder), settings | made_with, self.settings | self.made_with)
+        self._refuse_difference(folder, settings | made_with)
         return about
+
+    def _refuse_difference(self, folder: Path, prepared: dict[str, Any]) -> None:
+        shard_index.refuse_difference(str(folder), prepared, self.settings | self.made_with)
 
     def write_index(self, num_shards: int) -> ShardIndex | None:
         """Write the index if all shards exist, and return it. Else say which are missing, and return None."""
@@ -217,14 +223,25 @@ class Preparation:
         if missing := [folder.name for folder in folders if not folder.is_dir()]:
             self.tell(f"{len(missing):,} of {num_shards:,} shards are missing ({', '.join(missing[:8])})")
             return None
-        lock = filesystem.Lock(self.folder / f"{INDEX}.lock", filesystem.SEEN_SECONDS)
+        lock_path = self.folder / f"{INDEX}.lock"
+        lock = filesystem.Lock(lock_path, INDEX_SECONDS)
         try:
-            abouts = [self._read(folder) for folder in folders]
-            index = self._combine(folders, abouts)
-            index.write(self.folder / INDEX)
+            if (index := self._finished()) is None:
+                index = self._combine(folders, [self._read(folder) for folder in folders])
+                index.write(self.folder / INDEX)
+            lock_path.unlink(missing_ok=True)
             return index
         finally:
             lock.release()
+
+    def _finished(self) -> ShardIndex | None:
+        """Return the index if it has been written and no shard has been deleted since."""
+        path = self.folder / INDEX
+        if not shard_index.is_index(path):
+            return None
+        index = ShardIndex.parse(path.read_bytes(), str(path))
+        self._refuse_difference(self.folder, index.settings | index.made_with)
+        return index if all((self.folder / shard.name).is_dir() for shard in index.shards) else None
 
     def _combine(self, folders: list[Path], abouts: list[About]) -> ShardIndex:
         """Return the index of all shards. Write the held-out rows and the dropped records of all."""
@@ -280,7 +297,7 @@ class Preparation:
             ],
             held_out=held_out,
             uses=uses,
-            lengths=_lengths(abouts),
+            lengths=Lengths.of([about["lengths"] for about in abouts]),
             dropped=dropped,
             dropped_of_evaluation=dropped_of_evaluation,
             questions=questions,
@@ -367,19 +384,3 @@ def _num_duplicates(paths: list[Path]) -> int:
         hashes = [file[cut[part] : cut[part + 1]] for file, cut in zip(files, cuts, strict=True)]
         num_different += len(np.unique(np.concatenate(hashes)))
     return num_hashes - num_different
-
-
-def _lengths(abouts: list[About]) -> Lengths:
-    """Return the percentiles of the lengths of all trained documents, as `numpy.percentile` does."""
-    counts: Counter[int] = Counter()
-    for about in abouts:
-        counts.update(dict(zip(*about["lengths"], strict=True)))
-    lengths = np.array(sorted(counts))
-    ends = np.cumsum([counts[length] for length in lengths.tolist()])
-
-    def percentile(share: float) -> int:
-        place = share * (int(ends[-1]) - 1)
-        low, high = (int(lengths[np.searchsorted(ends, int(number), "right")]) for number in (place, np.ceil(place)))
-        return int(low + (high - low) * (place % 1))
-
-    return Lengths(median=percentile(0.5), p90=percentile(0.9), p99=percentile(0.99), max=int(lengths[-1]))

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gearbox import filesystem
@@ -112,6 +114,22 @@ class Lengths(Part):
     p99: Count
     max: Count
 
+    @classmethod
+    def of(cls, counted: list[tuple[list[int], list[int]]]) -> Lengths:
+        """Return the percentiles of lengths and of how often each occurs, as `numpy.percentile` does."""
+        counts: Counter[int] = Counter()
+        for lengths, numbers in counted:
+            counts.update(dict(zip(lengths, numbers, strict=True)))
+        known = sorted(counts)
+        ends = np.cumsum([counts[length] for length in known])
+
+        def percentile(share: float) -> int:
+            place = share * (int(ends[-1]) - 1)
+            low, high = (known[int(np.searchsorted(ends, int(at), "right"))] for at in (place, np.ceil(place)))
+            return int(low + (high - low) * (place % 1))
+
+        return cls(median=percentile(0.5), p90=percentile(0.9), p99=percentile(0.99), max=known[-1])
+
 
 class ShardIndex(Part):
     """The content of index.json."""
@@ -158,6 +176,9 @@ class ShardIndex(Part):
             raise ValueError("uses: documents read are not trained + held out + dropped")
         if sum(shard.documents for shard in self.shards) != self.uses.trained:
             raise ValueError("uses: the shards do not have the trained documents")
+        num_held_out = self.held_out.documents if self.held_out else 0
+        if any(question.document >= num_held_out for question in self.questions):
+            raise ValueError("questions: a document is unknown")
         return self
 
     @property

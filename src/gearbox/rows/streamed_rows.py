@@ -30,7 +30,7 @@ class PreparedCorpus:
     def __init__(self, index: ShardIndex) -> None:
         self.origins = [Origin(o.name, (Path(f"_.{o.kind}"),), source=o.source) for o in index.origins]
         self.summaries = [OriginSummary(o.source, o.form, o.num_records, o.unused) for o in index.origins]
-        self.digest = index.digest
+        self.digest, self.num_shards = index.digest, len(index.shards)
         self.answer_ends = {*index.answer_ends}
 
 
