@@ -229,7 +229,8 @@ class Preparation:
             if (index := self._finished()) is None:
                 index = self._combine(folders, [self._read(folder) for folder in folders])
                 index.write(self.folder / INDEX)
-            lock_path.unlink(missing_ok=True)
+            for left in [lock_path, *(self.folder / SHARDS).glob("*.lock")]:  # the latter by processes that were killed
+                left.unlink(missing_ok=True)
             return index
         finally:
             lock.release()

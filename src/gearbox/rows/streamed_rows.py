@@ -25,7 +25,7 @@ KEPT_CHUNKS = 32  # in memory, to show the first documents at the end of a run
 
 
 class PreparedCorpus:
-    """What an index knows about the documents that it was made from."""
+    """Keep what an index knows about the documents that it was made from."""
 
     def __init__(self, index: ShardIndex) -> None:
         self.origins = [Origin(o.name, (Path(f"_.{o.kind}"),), source=o.source) for o in index.origins]
