@@ -105,6 +105,13 @@ def test_a_limit_that_is_too_low_is_refused_at_the_start(prepared):
     assert len(opened(str(prepared), "data.cache_gb=1e-5").training), "a folder on a file system needs no cache"
 
 
+def size_of(folder):
+    """Return the bytes of the files in a folder, while others are evicted from it."""
+    while True:
+        with suppress(FileNotFoundError):
+            return sum(path.stat().st_size for path in folder.rglob("*.*") if path.is_file())
+
+
 def test_a_stream_reads_few_shards_from_a_url(prepared, tmp_path, cache):
     """An epoch over http under a limit has the tokens of an epoch on the folder."""
     local = opened(prepared, "train.epochs=2", "data.shuffle_shards=2")
@@ -116,10 +123,7 @@ def test_a_stream_reads_few_shards_from_a_url(prepared, tmp_path, cache):
             ids = remote.rows_of_step(step)
             assert ids == local.rows_of_step(step)
             assert remote.training.batch(ids)["input_ids"].equal(local.training.batch(ids)["input_ids"])
-            used = 0
-            for path in (cache / "shards").rglob("*.*"):
-                with suppress(FileNotFoundError):  # evicted meanwhile
-                    used += path.stat().st_size if path.is_file() else 0
+            used = size_of(cache / "shards")
             assert 0 < used <= limit * 1e9
     assert remote.training.key == local.training.key
 
