@@ -73,7 +73,7 @@ commands: $(STAMP)  ## run every command of README and docs as a user would
 bench: $(STAMP) smollm2  ## compare with other trainers, and measure data, checkpoints, exports and pipelines; FILE=alpaca.json
 	$(BIN)/python benchmarks/peers $(if $(FILE),--file $(FILE)) $(PEERS)
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
-	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/many_rows.py
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/exporting.py

@@ -21,6 +21,7 @@ import os
 import sys
 
 from gearbox.config.loader import load_recipe, rehearsed
+from gearbox.errors import UserError
 from gearbox.launch import cli
 
 
@@ -35,10 +36,10 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(recipe_path, overrides, hints.append)
 
     from gearbox.console import make_console
-    from gearbox.data import corpus
     from gearbox.model import loading
     from gearbox.reporting import plan, preview
-    from gearbox.rows import splits
+    from gearbox.rows import stream
+    from gearbox.rows.streamed_rows import PreparedCorpus
 
     if recipe.run.rehearse:
         recipe = rehearsed(recipe)
@@ -46,9 +47,10 @@ def main(arguments: list[str]) -> None:
     for hint in hints:
         screen.print(f"hint: {hint}")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=screen.print)
-    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    documents, _, rows = stream.load_data(recipe, tokenizer, True, screen.print)
     if options.json:
+        if isinstance(documents, PreparedCorpus):
+            raise UserError(f"--json: lists the records of files, but {recipe.data.path} has prepared shards")
         try:
             for line in preview.lines(documents, rows):
                 print(json.dumps(line))

@@ -23,7 +23,7 @@ from gearbox.data import corpus
 from gearbox.distributed import engine
 from gearbox.model import loading
 from gearbox.reporting import html_report, metrics_file, run_comparison
-from gearbox.rows import batches, splits
+from gearbox.rows import arranged, batches
 from gearbox.rows.batches import PackedRows
 from pictures import records
 from support import ranks
@@ -149,7 +149,9 @@ def packing(folder: Path, patch: pytest.MonkeyPatch) -> records.Record:
     recipe = load_recipe(ROOT / RECIPE, [])
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=lambda *_: None)
-    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing).training
+    rows = arranged.split_and_pack(
+        recipe, documents, evaluated, tokenizer, recipe.data.packing, corpus.Builder()
+    ).training
     number = most_varied_row(rows)
     batch = rows.batch([number])
     chunks = rows.row(number).tolist()

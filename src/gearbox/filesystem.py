@@ -273,14 +273,15 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """A lock file that one process holds until it releases the lock or ends.
+    """A lock file that one process holds, or several if it is shared, until they release the lock or end.
 
     The lock uses flock(2). It works across machines on NFS (version 4, or 3 with lockd), CephFS and Lustre (mounted
     with flock). On most FUSE mounts it works only within one machine.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
+    def __init__(self, path: Path, seconds: float, shared: bool = False) -> None:
         """Try to take the lock for this many seconds."""
+        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self.is_taken = False
         """True if another process holds the lock."""
         self.problem = ""
@@ -303,7 +304,7 @@ class Lock:
 
     def _is_taken(self) -> bool:
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._handle, self._kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise

@@ -180,3 +180,12 @@ def test_slurm_accepts_the_documents_lines(slurm, clone, line):
 
 def test_the_document_has_lines():
     assert {line.split()[0] for line in LINES} == {"sbatch", "salloc"} and len(LINES) >= 5
+
+
+def test_the_tasks_of_an_array_prepare_one_index(slurm, clone, chats):
+    given = [f"data.path={chats}", "--records", "50"]
+    arguments = ["cluster/slurm/prepare.sbatch", "recipes/tiny.yaml", "prepared", *given]
+    job = slurm.submit("--wait", "--array=0-1", *arguments, cwd=clone, GEARBOX_ENV=sys.prefix)
+    logs = [(clone / f"slurm-{job}_{task}.out").read_text() for task in range(2)]
+    assert (clone / "prepared" / "index.json").is_file(), logs
+    assert [f"part {task} of 2" in log for task, log in enumerate(logs)] == [True, True]

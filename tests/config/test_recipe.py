@@ -10,7 +10,8 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe, recipe_keys
-from gearbox.config.recipe import Recipe, Source
+from gearbox.config.recipe import Recipe
+from gearbox.config.recipe_values import Source
 from gearbox.errors import UserError
 
 TINY = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())

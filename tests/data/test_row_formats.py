@@ -194,9 +194,9 @@ def test_an_error_names_file_line_and_field_of_a_bad_row(tokenizer, tmp_path, ca
     assert not list(cache.glob("*[!k]")), "a run that stopped leaves nothing in the cache"
 
     found, prepared = arranged(tokenizer, path, "data.on_bad_row=skip")
-    assert len(found) == 2 and prepared.num_read == 3
-    assert [entry.location for entry in prepared.dropped] == [f"{path}:2"]
-    assert prepared.dropped[0].reason.startswith(message)
+    assert len(found) == 2 and prepared.facts.num_read == 3
+    assert [entry.location for entry in prepared.dropped()] == [f"{path}:2"]
+    assert next(prepared.dropped()).reason.startswith(message)
 
 
 def test_an_error_for_unknown_fields_lists_the_formats(tokenizer, tmp_path):

@@ -203,7 +203,7 @@ def test_one_empty_file_among_others_is_reported_or_counted(tokenizer, tmp_path)
     with pytest.raises(UserError, match=r"b\.jsonl:1: the file is empty"):
         read(tokenizer, tmp_path)
     _, prepared = arranged(tokenizer, tmp_path, "data.on_bad_row=skip")
-    assert [(entry.location, entry.reason) for entry in prepared.dropped] == [
+    assert [(entry.location, entry.reason) for entry in prepared.dropped()] == [
         (f"{tmp_path}/b.jsonl:1", "the file is empty")
     ]
 
@@ -327,7 +327,7 @@ def test_a_real_file(tokenizer, name, form, overrides):
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     found, prepared = arranged(tokenizer, path, "eval.fraction=0.02", *(overrides or ["batch.row_tokens=2048"]))
     text = path.read_text()
-    assert prepared.num_read == (len(json.loads(text)) if name.endswith(".json") else len(text.splitlines()))
+    assert prepared.facts.num_read == (len(json.loads(text)) if name.endswith(".json") else len(text.splitlines()))
     add_up(prepared)
     assert [summary.form for summary in found.summaries] == [form]
     assert prepared.training.filled > 0.9

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
-from gearbox.data.corpus import load_corpora
+from gearbox.data.corpus import Builder, load_corpora
 from gearbox.model import loading, loss
-from gearbox.rows import batches, splits
+from gearbox.rows import arranged, batches
 from support.methods import ADDED_TOKENS, METHODS, short, two_models
 
 STEPS = 4
@@ -125,7 +125,7 @@ def test_a_reloaded_model_has_the_loss_it_was_saved_with(run, chats, folder, met
     given = ("eval.fraction=0.05", f"data.path={chats}", "batch.row_tokens=128", "eval.samples=0")
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", list(given))
     documents, evaluated = load_corpora(recipe, tokenizer)
-    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, True).held_out
+    rows = arranged.split_and_pack(recipe, documents, evaluated, tokenizer, True, Builder()).held_out
     batch = rows.batch(list(range(len(rows))))
     batch.pop("chunk_ids")
     with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 
 from gearbox.checkpoint.staging import Staging
 from gearbox.launch import watchdog
-from gearbox.rows import batches, splits
+from gearbox.rows import arranged, batches
 from gearbox.training import evaluation
 from support import ledger
 from support.faults import NUM_ROWS, STEPS, at_step, patch_step
@@ -76,7 +76,7 @@ def test_a_signal_before_the_first_step_ends_at_once(train, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 
-    monkeypatch.setattr(splits, "split_and_pack", term)
+    monkeypatch.setattr(arranged, "split_and_pack", term)
     started = time.monotonic()
     outcome = train("single", *STEPS)
     assert outcome.codes == [85] and time.monotonic() - started < 25

@@ -1,5 +1,6 @@
 """Guards the order of rows: each row once per epoch, in the same order on any number of ranks."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
 from gearbox.errors import UserError
-from gearbox.rows.batches import SLOTS, Sampler, chain_hash, micro_batches_of
+from gearbox.rows.batches import SLOTS, Sampler, chain_hash, micro_batches_of, shuffled
 
 
 @given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 5), st.booleans())
@@ -79,3 +80,30 @@ def test_rows_of_similar_length_come_together():
     assert padding(sorted_steps) < 0.03 < 0.3 < padding(shuffled)
     firsts = [lengths[sorted_steps.rows_of_step(step)].mean() for step in range(50)]
     assert firsts != sorted(firsts), "short and long steps are mixed"
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40), st.integers(0, 3))
+def test_places_are_permuted_one_to_one(size, seed, epoch):
+    order = shuffled(np.arange(size), size, (seed, epoch))
+    assert sorted(order.tolist()) == list(range(size))
+    some = np.array([size - 1, 0, size // 2])
+    assert shuffled(some, size, (seed, epoch)).tolist() == order[some].tolist(), "each place by itself"
+
+
+@pytest.mark.parametrize("size", [2**k + more for k in (4, 10, 16) for more in (-1, 0, 1)])
+def test_sizes_around_a_power_of_two_are_permuted(size):
+    assert len(np.unique(shuffled(np.arange(size), size, (0,)))) == size
+
+
+def test_a_permutation_looks_random():
+    """Test what a truly random one has: mean of each place, one fixed point, one pair of neighbours, no correlation."""
+    size, count = 500, 2000
+    drawn = np.stack([shuffled(np.arange(size), size, (0, epoch, 0)) for epoch in range(count)])
+    deviation = np.sqrt((size**2 - 1) / 12 / count)
+    assert np.abs(drawn.mean(0) - (size - 1) / 2).max() < 5 * deviation
+    assert (drawn == np.arange(size)).sum(1).mean() == pytest.approx(1, abs=0.15)
+    assert (np.diff(drawn) == 1).sum(1).mean() == pytest.approx(1, abs=0.15)
+    between_epochs = [np.corrcoef(one, other)[0, 1] for one, other in itertools.pairwise(drawn[:300])]
+    assert abs(np.mean(between_epochs)) < 0.02
+    few = Counter(tuple(shuffled(np.arange(3), 3, (0, epoch)).tolist()) for epoch in range(1200))
+    assert len(few) == 6 and min(few.values()) > 140

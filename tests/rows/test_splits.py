@@ -53,8 +53,9 @@ def test_long_documents(tokenizer, tmp_path, long, trained, reason):
     _, prepared = arranged(tokenizer, path, "batch.row_tokens=32", f"data.long={long}")
     add_up(prepared)
     assert prepared.training.num_documents == trained
-    assert {entry.reason for entry in prepared.dropped} == ({reason} if reason else set())
-    assert (prepared.num_truncated, prepared.num_split) == {"truncate": (1, 0), "split": (0, 2), "drop": (0, 0)}[long]
+    assert {entry.reason for entry in prepared.dropped()} == ({reason} if reason else set())
+    facts = prepared.facts
+    assert (facts.num_truncated, facts.num_split) == {"truncate": (1, 0), "split": (0, 2), "drop": (0, 0)}[long]
     total = prepared.training.targets.sum()
     assert total == {"truncate": 2 + 28 + 2, "drop": 2 + 2, "split": 2 + 2 + 41 + 2}[long]
 
@@ -63,7 +64,7 @@ def test_auto_truncates_chats_and_splits_text(tokenizer, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}])
     jsonl(tmp_path / "b.jsonl", [{"instruction": "q", "output": "x" * 100}])
     _, prepared = arranged(tokenizer, f"{tmp_path}/*.jsonl", "batch.row_tokens=32")
-    assert (prepared.num_truncated, prepared.num_split) == (1, 1)
+    assert (prepared.facts.num_truncated, prepared.facts.num_split) == (1, 1)
     assert int(prepared.training.num_tokens.sum()) == (101 + 3) + 32, "the text is cut three times"
     assert path.exists()
 
@@ -92,7 +93,7 @@ def test_no_copy_of_a_held_out_document_is_trained_on_in_any_order(tokenizer, tm
         ]
         assert not {*sides[0]} & {*sides[1]} and min(map(len, sides)) > 20
         add_up(prepared)
-        assert prepared.num_duplicates == 120
+        assert prepared.facts.num_duplicates == 120
         splits.append([sorted(side) for side in sides])
     assert splits[0] == splits[1]
 
@@ -107,7 +108,7 @@ def test_documents_that_differ_only_after_truncation_are_copies(tokenizer, tmp_p
             for rows in (prepared.training, prepared.held_out)
         ]
         assert not sides[0] & sides[1] and all(sides)
-        assert prepared.num_duplicates == copies
+        assert prepared.facts.num_duplicates == copies
 
 
 def test_evaluation_on_a_separate_file(tokenizer, tmp_path):
@@ -115,7 +116,8 @@ def test_evaluation_on_a_separate_file(tokenizer, tmp_path):
     other = jsonl(tmp_path / "b.jsonl", [{"prompt": f"q{i}", "completion": "a"} for i in (3, 4, 99)])
     found, prepared = arranged(tokenizer, path, f"eval.path={other}")
     assert prepared.held_out.num_documents == 3 and prepared.training.num_documents == 18
-    assert [(e.location, e.reason) for e in prepared.dropped] == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
+    dropped = [(entry.location, entry.reason) for entry in prepared.dropped()]
+    assert dropped == [(f"{path}:{n}", "also in eval.path") for n in (4, 5)]
     add_up(prepared)
     assert {sample.question for sample in prepared.samples} <= {"q3", "q4", "q99"} and prepared.samples
     line = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
@@ -132,7 +134,7 @@ def test_records_that_are_not_evaluated_are_counted(tokenizer, tmp_path):
     other = jsonl(tmp_path / "b.jsonl", rows)
     settings = (f"eval.path={other}", "data.on_bad_row=skip", "batch.row_tokens=32")
     found, prepared = arranged(tokenizer, path, *settings)
-    assert [entry.location for entry in prepared.dropped_of_evaluation] == [f"{other}:2", f"{other}:3"]
+    assert [entry.location for entry in prepared.dropped()] == [f"{other}:2", f"{other}:3"]
     line = plan.data_facts(recipe_of(path), found, prepared, tokenizer)["documents"]
     assert line.endswith(
         "evaluation: 1 from eval.path, 2 dropped (1 output: is empty; 1 no supervised token before the cut)"
@@ -147,7 +149,7 @@ def test_split_documents_with_the_same_beginning_are_not_copies(tokenizer, tmp_p
     path = jsonl(tmp_path / "a.jsonl", rows[1:])
     other = jsonl(tmp_path / "b.jsonl", rows[:1])
     _, prepared = arranged(tokenizer, path, f"eval.path={other}", "data.long=split", "batch.row_tokens=64")
-    assert (len(prepared.dropped), prepared.num_duplicates, prepared.training.num_documents) == (0, 0, 19)
+    assert (len([*prepared.dropped()]), prepared.facts.num_duplicates, prepared.training.num_documents) == (0, 0, 19)
 
 
 @pytest.mark.parametrize(("supervise", "asked"), [("assistant", ("hi", "hé €  \n")), ("last", ("b", "bye"))])

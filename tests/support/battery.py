@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from gearbox import ROOT
 from gearbox.checkpoint import folders
-from support import environment, ledger, power  # noqa: F401  sets the environment and working folder of the runs
+from support import environment, ledger, power, shards  # noqa: F401  sets the environment and working folder of the runs
 from support.disturbed_run import SMALL, WORK, Run, balanced, reference
 
 RESULTS = WORK / "results.json"
@@ -68,6 +68,38 @@ def kill_a_rank(draw: random.Random, times: int) -> tuple[list[str], dict]:
     """Kill a random rank at a random step, in one run."""
     run = Run("kill-rank", train__steps=str(20 * times + 20))
     return in_one_run(run, draw, times, strike_rank), {"seconds_to_next_step": ledger.read(run.books).restarts}
+
+
+@fault(20, "the same command on other ranks resumes; each row is trained once, in order")
+def kill_a_stream(draw: random.Random, times: int) -> tuple[list[str], dict]:
+    """Kill all processes of a run on streamed shards, each time at a random moment on another number of ranks."""
+    folder = WORK / "prepared"
+    given = ["batch.row_tokens=128", "batch.rows=6", "train.epochs=4", "data.shuffle_shards=2"]
+    if not (folder / "index.json").exists():
+        shards.prepare(shards.recipe_of(WORK / "chats.jsonl", *given), folder)
+    rows = shards.opened(folder, *given)
+    most = (rows.sampler.most_bytes() + rows.training.index.held_out.num_bytes) * 1.2
+    changes = {
+        "data__path": f"file://{folder}", "data__cache_gb": str(most / 1e9), "data__shuffle_shards": "2",
+        "eval__fraction": "0.1", "train__steps": str(rows.num_steps), "run__hang_timeout": "60",
+    }  # fmt: skip
+    for number in range(times + 1):
+        gear, ranks = draw.choice([("single", 1), ("ddp", 2), ("ddp", 4)])
+        run = Run("kill-stream", gear, ranks, **changes)
+        before = run.step
+        run.start()
+        if number < times:
+            run.until(lambda run=run, before=before: run.step not in (0, before))
+            run.until(lambda: False, draw.uniform(0, 2))
+            run.kill_all()
+        if (code := run.wait()) != 0 and number == times:
+            return [f"exit code {code}: {run.output[-1500:]}"], {}
+        if code == 0:
+            break
+    lines = ledger.kept(ledger.read(run.books).attempts["rank-0"])
+    trained = [line["rows"] for line in lines]
+    wrong = trained != [rows.rows_of_step(step) for step in range(rows.num_steps)]
+    return ["the rows of the steps differ"] * wrong, {"killed": number}
 
 
 @fault(3, "ranks save and exit; restart; step ledgers match")

@@ -9,6 +9,7 @@ from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
 from gearbox.data import corpus
+from gearbox.rows import arranged as arranged_rows
 from gearbox.rows import splits
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hé €  \n"}]
@@ -34,7 +35,10 @@ def read(tokenizer, path, *overrides: str) -> corpus.MappedCorpus:
 def arranged(tokenizer, path, *overrides: str) -> tuple[corpus.MappedCorpus, splits.TrainingRows]:
     recipe = recipe_of(path, *overrides)
     documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
-    return documents, splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    builder = corpus.Builder(tell=lambda _: None)
+    return documents, arranged_rows.split_and_pack(
+        recipe, documents, evaluated, tokenizer, recipe.data.packing, builder
+    )
 
 
 def texts(tokenizer, found: corpus.MappedCorpus) -> list[str]:
@@ -48,4 +52,4 @@ def jsonl(path: Path, records: list) -> Path:
 
 def add_up(prepared: splits.TrainingRows) -> None:
     held_out = prepared.held_out.num_documents if prepared.held_out.documents is prepared.training.documents else 0
-    assert prepared.num_read == prepared.training.num_documents + held_out + len(prepared.dropped)
+    assert prepared.facts.num_read == prepared.training.num_documents + held_out + len([*prepared.dropped()])

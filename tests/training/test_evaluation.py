@@ -8,7 +8,7 @@ import transformers
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.data import corpus
-from gearbox.rows import splits
+from gearbox.rows import arranged
 from support.corpora import jsonl
 
 
@@ -39,7 +39,7 @@ def test_exact_match_equals_that_of_greedy_decoding(train, tmp_path):
     sizes = ["batch.row_tokens=32", "eval.fraction=0.3", "eval.samples=99"]
     recipe = load_recipe(ROOT / "recipes/tiny.yaml", [f"data.path={path}", *sizes])
     documents, _ = corpus.load_corpora(recipe, tokenizer)
-    held_out = splits.split_and_pack(recipe, documents, None, tokenizer, packing=True).samples
+    held_out = arranged.split_and_pack(recipe, documents, None, tokenizer, True, corpus.Builder()).samples
     assert len(held_out) == outcome.output.count("question: ")
     right = 0
     for sample in held_out:

@@ -28,9 +28,8 @@ from gearbox.config.recipe import (
     Group,
     Perf,
     Recipe,
-    Source,
-    listed,
 )
+from gearbox.config.recipe_values import Source, listed
 from gearbox.errors import UserError, did_you_mean, nearest, one_line, shown
 from gearbox.filesystem import read_limited
 
@@ -248,7 +247,7 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 def _missing_data(key: str, path: str) -> list[str]:
     """Return a problem if a data path cannot be read. `key` is the recipe key that gave it."""
-    if path == BUILTIN_TASKS:
+    if path == BUILTIN_TASKS or "://" in path:
         return []
     if found := matches(path):
         odd = [file for file in found if file.exists() and not (file.is_file() or file.is_dir())]  # such as a pipe
@@ -274,7 +273,10 @@ def matches(path: str) -> list[Path]:
 def is_local(path: str) -> bool:
     """Return whether a data.path is local, not on the Hub."""
     return (
-        path == BUILTIN_TASKS or path.endswith(LOCAL_ENDINGS) or path.startswith((".", "/", "~")) or bool(matches(path))
+        path == BUILTIN_TASKS
+        or path.endswith(LOCAL_ENDINGS)
+        or path.startswith((".", "/", "~", "file://"))
+        or bool(matches(path))
     )
 
 
@@ -319,7 +321,9 @@ def recipe_keys() -> list[str]:
 
 def keys_of_group(annotation: object) -> list[str]:
     """Return the keys of a group, given its type. Any other type has no keys."""
-    return list(annotation.model_fields) if isinstance(annotation, type) and issubclass(annotation, Group) else []
+    if isinstance(annotation, type) and issubclass(annotation, Group | Source):
+        return list(annotation.model_fields)
+    return []
 
 
 def keys_meant(name: str) -> list[str]:

@@ -9,21 +9,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from gearbox.config.old_keys import accepts
 from gearbox.config.recipe_values import (
-    AnyPath,
+    CONFIG,
     CountOrShare,
     Decay,
     Fields,
@@ -31,11 +21,13 @@ from gearbox.config.recipe_values import (
     Float,
     Int,
     NonNegativeFloat,
+    Paths,
     PositiveFloat,
     PositiveInt,
+    Source,
+    listed,
     steps_of,
 )
-from gearbox.errors import shown
 
 BUILTIN_TASKS = "builtin:tasks"
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
@@ -48,7 +40,7 @@ ONE_OF = ("train.steps", "train.epochs")  # on the command line, one of these re
 class Group(BaseModel):
     """A group of keys. Unknown keys are errors, and values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+    model_config = CONFIG
 
 
 class Model(Group):
@@ -106,46 +98,13 @@ class Adapter(Group):
     """Modules to adapt: `all-linear` (every linear layer except the output head), or a list of names."""
 
 
-class Source(Group):
-    """A source of data, as an item of the list `data.path`."""
-
-    path: AnyPath
-    """File, folder, glob, saved dataset, Hub dataset id or built-in data, as in `data.path`."""
-    weight: PositiveFloat | None = None
-    """Share of every step's rows, relative to the other weights; `null` uses all rows once per epoch. Give a weight
-    to every source or to none."""
-    split: str | None = None
-    """Split of this source; `null` uses `data.split`."""
-    fields: Fields | None = None
-    """Field names of this source; `null` uses `data.fields`."""
-
-
-def _as_source(item: object) -> object:
-    """Return a path as the source that it means in a list. Raise ValueError for an item that is no source."""
-    if not isinstance(item, str | dict | Source):
-        raise ValueError(f"must be a path, or a mapping such as {{path: chats.jsonl, weight: 2}}, found {shown(item)}")
-    return {"path": item} if isinstance(item, str) else item
-
-
-Item = Annotated[Source, BeforeValidator(_as_source, json_schema_input_type=str | Source)]
-Paths = Annotated[
-    Annotated[AnyPath, Tag("path")] | Annotated[list[Item], Tag("list"), Field(min_length=1)],
-    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "path"),
-]
-
-
-def listed(path: str | list[Source]) -> list[Source]:
-    """Return the sources of a data.path or an eval.path."""
-    return [Source(path=path)] if isinstance(path, str) else path
-
-
 class Data(Group):
     """The documents to train on, and how to read them."""
 
     path: Paths
     """File (.jsonl, .json, .parquet, .csv, .txt), folder or glob of files, dataset saved by `datasets`, Hub dataset
     id, or `builtin:tasks`. A list such as `[a.jsonl, b.jsonl]` mixes several; an item may also be
-    `{path, weight, split, fields}`."""
+    `{path, weight, split, fields}`. Also the folder or URL of shards that src/prepare.py wrote."""
     split: str = "train"
     """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""
     form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
@@ -174,6 +133,11 @@ class Data(Group):
     packing: bool = True
     """Fill each row with several documents, isolated from each other; `false` puts one document in each row and batches
     documents of similar length."""
+    shuffle_shards: PositiveInt = 4
+    """Prepared shards whose rows are shuffled together; each epoch also shuffles the shards. Twice as many are needed
+    on the machine at the same time."""
+    cache_gb: PositiveFloat | None = None
+    """Gigabytes (10^9 bytes) of prepared shards from a URL that each machine's cache may have; `null` keeps all."""
 
     @property
     def sources(self) -> list[Source]:

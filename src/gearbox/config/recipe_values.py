@@ -1,4 +1,4 @@
-"""Define the types of the recipe's values: how each is read, and its bounds."""
+"""Define the types of the recipe's values: how each is read, and its bounds. A source of data is such a value."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 
 from gearbox.errors import nearest, shown
 
+CONFIG = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)  # of a group of keys
 # The fields of a record by its format, required and optional. A record has the first format whose required fields it
 # contains.
 FORMS = {
@@ -123,3 +133,38 @@ CountOrShare = Annotated[
         {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,2}(\.[0-9]+)?%$"}]}
     ),
 ]
+
+
+class Source(BaseModel):
+    """A source of data, as an item of the list `data.path`."""
+
+    model_config = CONFIG
+
+    path: AnyPath
+    """File, folder, glob, saved dataset, Hub dataset id or built-in data, as in `data.path`."""
+    weight: PositiveFloat | None = None
+    """Share of every step's rows, relative to the other weights; `null` uses all rows once per epoch. Give a weight
+    to every source or to none."""
+    split: str | None = None
+    """Split of this source; `null` uses `data.split`."""
+    fields: Fields | None = None
+    """Field names of this source; `null` uses `data.fields`."""
+
+
+def _as_source(item: object) -> object:
+    """Return a path as the source that it means in a list. Raise ValueError for an item that is no source."""
+    if not isinstance(item, str | dict | Source):
+        raise ValueError(f"must be a path, or a mapping such as {{path: chats.jsonl, weight: 2}}, found {shown(item)}")
+    return {"path": item} if isinstance(item, str) else item
+
+
+Item = Annotated[Source, BeforeValidator(_as_source, json_schema_input_type=str | Source)]
+Paths = Annotated[
+    Annotated[AnyPath, Tag("path")] | Annotated[list[Item], Tag("list"), Field(min_length=1)],
+    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "path"),
+]
+
+
+def listed(path: str | list[Source]) -> list[Source]:
+    """Return the sources of a data.path or an eval.path."""
+    return [Source(path=path)] if isinstance(path, str) else path

@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 import xxhash
 
 from gearbox.config.loader import matches
-from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES, Source
+from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES
+from gearbox.config.recipe_values import Source
 from gearbox.errors import UserError, one_line_with_type
 
 if TYPE_CHECKING:

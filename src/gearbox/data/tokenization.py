@@ -25,6 +25,7 @@ import xxhash
 from gearbox import filesystem, processes
 from gearbox.config.recipe import Data
 from gearbox.data import loss_mask, row_formats
+from gearbox.data.records import NO_NAMES, Item, OriginSummary, RecordReader
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
 from gearbox.data.sources import Origin, Record, Unreadable, parse_json
 from gearbox.errors import UserError
@@ -34,23 +35,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its tokens need a hundred times as much
+WRITTEN_DOCUMENTS, WRITTEN_BYTES = 8192, 2**26  # in one batch of the file
 BATCH_DOCUMENTS = 64
-NO_NAMES = FieldNames("text", {}, {})  # for records before the first object, which are rejected before names matter
 NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
 PROGRESS_SECONDS = 10  # between two progress messages
-DOCUMENTS, ABOUT = "documents.arrow", "about.json"
-
-
-@dataclass(frozen=True)
-class OriginSummary:
-    """A summary of one file or dataset."""
-
-    source: int
-    """Index of the data.path entry it belongs to."""
-    form: str
-    num_records: int
-    unused: list[str]
-    """Fields that are not read."""
+DOCUMENTS, ABOUT, BAD = "documents.arrow", "about.json", "bad.json"
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ class CorpusDigest:
         return str(xxhash.xxh3_128_hexdigest(b"".join(stream.digest() for stream in self._streams.values())))
 
 
-class _Collector:
+class Collector:
     """A collector of the metadata in about.json, which takes the outcomes in order."""
 
     def __init__(self, origins: list[Origin], stop_on_bad: bool) -> None:
@@ -164,7 +153,6 @@ class _Collector:
                 asdict(summary) | {"unused": sorted(fields)}
                 for summary, fields in zip(summaries, self.unused, strict=True)
             ],
-            "bad": [list(entry) for entry in self.bad],
             "questions": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
             "digest": self.digest.hexdigest(),
         }
@@ -177,87 +165,83 @@ def build_corpus(
     data: Data,
     tokenizer: loss_mask.ChatTokenizer,
     tell: Callable[[str], None],
-) -> None:
-    """Tokenize all records and write documents.arrow and about.json to the folder, which appears only when complete.
+) -> int:
+    """Tokenize all records, write documents.arrow, bad.json and about.json to the folder, and return their number.
 
     Raise UserError if the data cannot be used. Also raise it if an origin no longer has its stamp, so was written to.
     """
+    reader, collected = RecordReader(origins, data), Collector(origins, stop_on_bad=data.on_bad_row == "stop")
+    write_documents(folder / DOCUMENTS, reader.items(), tokenizer, collected, tell)
+    about = collected.about(reader.summaries)
+    check_stamps(origins, stamps)
+    about |= {"num_bad": len(collected.bad), "bytes": (folder / DOCUMENTS).stat().st_size}
+    filesystem.write(folder / BAD, json.dumps([list(entry) for entry in collected.bad]))
+    filesystem.write(folder / ABOUT, json.dumps(about))
+    return collected.num_documents
+
+
+def write_documents(
+    path: Path,
+    items: Iterable[Item],
+    tokenizer: loss_mask.ChatTokenizer,
+    collected: Collector,
+    tell: Callable[[str], None],
+) -> None:
+    """Tokenize records and write the documents to a file. Raise UserError if a record ends the run."""
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
 
-    for left in (folder, partial := folder.with_name(f"{folder.name}.partial")):
-        filesystem.remove(left)  # damaged, or left by a builder that was killed; no other builder can be running
-    partial.mkdir()
-    reader = _RecordReader(origins, data)
-    collected = _Collector(origins, stop_on_bad=data.on_bad_row == "stop")
     started = last_told = time.perf_counter()
-    try:
-        with ArrowWriter(path=str(partial / DOCUMENTS), features=_features()) as writer:
-            for outcome in _tokenize_in_order(_BatchTokenizer(tokenizer), reader.batches()):
-                collected.add(outcome)
-                if len(outcome.table):
-                    writer.write_table(pyarrow.Table.from_batches([outcome.table]))
-                if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
-                    last_told, num_documents = now, collected.num_documents
-                    tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} per second")
-            about = collected.about(reader.summaries)
-            writer.finalize()
-        for origin, stamp in zip(origins, stamps, strict=True):
-            if origin.stamp() != stamp:
-                raise UserError(f"{origin.name}: changed while it was being read; run again when it is complete")
-        about["bytes"] = (partial / DOCUMENTS).stat().st_size
-        filesystem.write(partial / ABOUT, json.dumps(about))
-        filesystem.sync_tree(partial)
-        filesystem.rename(partial, folder)
-        seconds = time.perf_counter() - started
-        tell(f"tokenized {collected.num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
-    finally:
-        filesystem.remove(partial)
+    kept: list[pyarrow.RecordBatch] = []
+    with ArrowWriter(path=str(path), features=_features()) as writer:
+
+        def write_kept() -> None:  # together: each rank later holds a few objects for each batch of the file
+            if kept:
+                writer.write_table(pyarrow.Table.from_batches(kept).combine_chunks())
+                kept.clear()
+
+        for outcome in _tokenize_in_order(_BatchTokenizer(tokenizer), _batches(items)):
+            collected.add(outcome)
+            if len(outcome.table):
+                kept.append(outcome.table)
+            if sum(map(len, kept)) >= WRITTEN_DOCUMENTS or sum(batch.nbytes for batch in kept) >= WRITTEN_BYTES:
+                write_kept()
+            if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
+                last_told, num_documents = now, collected.num_documents
+                tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} per second")
+        write_kept()
+        writer.finalize()
+
+
+def check_stamps(origins: list[Origin], stamps: list[list[tuple[int, int, int]]]) -> None:
+    """Raise UserError if an origin no longer has its stamp, so was written to."""
+    for origin, stamp in zip(origins, stamps, strict=True):
+        if origin.stamp() != stamp:
+            raise UserError(f"{origin.name}: changed while it was being read; run again when it is complete")
 
 
 def is_whole(folder: Path) -> bool:
     """Return True if the folder has all documents that `build_corpus` wrote."""
     try:
         num_bytes = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["bytes"]
-        return bool((folder / DOCUMENTS).stat().st_size == num_bytes)
+        return bool((folder / DOCUMENTS).stat().st_size == num_bytes and (folder / BAD).is_file())
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
-class _RecordReader:
-    """A reader that batches the records of all origins and recognises each origin's format by its first record."""
-
-    def __init__(self, origins: list[Origin], data: Data) -> None:
-        self.origins, self.data = origins, data
-        self.summaries: list[OriginSummary] = []
-        """One for each origin read so far."""
-
-    def batches(self) -> Iterator[_Batch]:
-        """Yield all records in order. No batch spans two origins."""
-        for index, origin in enumerate(self.origins):
-            names: FieldNames | None = None
-            num_records = size = 0
-            records: list[Record] = []
-            for record in origin.records(self.data.text_unit):
-                num_records += 1
-                if names is None and isinstance(value := parse_json(record.value), dict):
-                    names = self._names(origin, record.number, value)
-                records.append(record)
-                size += record.num_bytes
-                if size >= BATCH_BYTES or len(records) >= BATCH_DOCUMENTS:
-                    yield _Batch(index, names or NO_NAMES, records)
-                    records, size = [], 0
-            if not num_records:
-                records = [Record(1, Unreadable("the file is empty"), 0)]
-            if records:
-                yield _Batch(index, names or NO_NAMES, records)
-            form = names.form if names else "no form"
-            self.summaries.append(OriginSummary(origin.source, form, max(1, num_records), []))
-
-    def _names(self, origin: Origin, number: int, record: JsonObject) -> FieldNames:
-        where = f"{origin.name}:1: the header" if origin.kind == "csv" else origin.location(number)
-        form = row_formats.form_of(record, self.data.form, origin.fields, where)
-        return FieldNames(form, origin.fields, self.data.roles)
+def _batches(items: Iterable[Item]) -> Iterator[_Batch]:
+    """Group records in order. No batch spans two origins."""
+    batch, size = _Batch(-1, NO_NAMES, []), 0
+    for origin, names, record in items:
+        is_full = size >= BATCH_BYTES or len(batch.records) >= BATCH_DOCUMENTS
+        if batch.records and (is_full or batch.origin != origin):
+            yield batch
+            batch, size = _Batch(origin, names, []), 0
+        batch.records.append(record)
+        batch = batch._replace(origin=origin, names=names)
+        size += record.num_bytes
+    if batch.records:
+        yield batch
 
 
 class _BatchTokenizer:

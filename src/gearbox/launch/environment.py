@@ -72,6 +72,15 @@ def without_launcher() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
 
 
+def part_of_slurm_array() -> tuple[int, int] | None:
+    """Return the place of this task in its Slurm array, from 0, and the number of its tasks. None outside an array."""
+    names = ("ID", "MIN", "STEP", "COUNT")
+    task, first, step, count = (os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in names)
+    if not all(text.isdecimal() for text in (task, first, step, count)):
+        return None
+    return (int(task) - int(first)) // max(1, int(step)), int(count)
+
+
 def let_segments_grow() -> None:
     """Let torch's allocator for GPUs grow its segments, which wastes less memory on rows of many lengths.
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
@@ -18,8 +17,8 @@ from gearbox.console import styled
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
-from gearbox.rows.batches import PackedRows
-from gearbox.rows.splits import Leakage, TrainingRows, summarize_dropped
+from gearbox.rows.splits import Leakage, TrainingRows
+from gearbox.rows.streamed_rows import PreparedCorpus
 
 WARNING = "warning"
 MANY_TRUNCATED = 0.05  # share of the documents
@@ -121,31 +120,29 @@ def show_lines(screen: Console, lines: dict[str, str]) -> None:
 
 
 def data_facts(
-    recipe: Recipe, corpus: MappedCorpus, prepared: TrainingRows, tokenizer: PreTrainedTokenizerFast
+    recipe: Recipe, corpus: MappedCorpus | PreparedCorpus, prepared: TrainingRows, tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, str]:
     """Return the lines about the data, each text by its label."""
-    rows, held_out = prepared.training, prepared.held_out
-    lengths = corpus.lengths[np.unique(rows.chunks.document)]
-    median, p90, p99 = (f"{int(np.percentile(lengths, p)):,}" for p in (50, 90, 99))
+    rows, held_out, facts = prepared.training, prepared.held_out, prepared.facts
+    median, p90, p99, longest = (f"{length:,}" for length in facts.document_lengths)
     num_tokens, num_targets = int(rows.num_tokens.sum()), int(rows.targets.sum())
     evaluated = f"{held_out.num_documents:,} held out"
-    if held_out.documents is not rows.documents:
+    separate = ""
+    if facts.has_own_evaluation:
         evaluated, separate = "0 held out", f"; evaluation: {held_out.num_documents:,} from eval.path"
-        if prepared.dropped_of_evaluation:
-            separate += f", {summarize_dropped(prepared.dropped_of_evaluation)}"
-    else:
-        separate = ""
+        if facts.dropped_of_evaluation:
+            separate += f", {facts.dropped_of_evaluation}"
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
-    trained, dropped = f"{rows.num_documents:,} trained", summarize_dropped(prepared.dropped)
-    shown["documents"] = f"{prepared.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
+    trained, dropped = f"{rows.num_documents:,} trained", facts.dropped
+    shown["documents"] = f"{facts.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
     shown["tokens"] = f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised"
     shown["document lengths"] = (
-        f"median {median}, p90 {p90}, p99 {p99}, max {lengths.max():,} tokens; "
-        f"{prepared.num_truncated:,} truncated, {prepared.num_split:,} split, {prepared.num_duplicates:,} duplicates"
+        f"median {median}, p90 {p90}, p99 {p99}, max {longest} tokens; "
+        f"{facts.num_truncated:,} truncated, {facts.num_split:,} split, {facts.num_duplicates:,} duplicates"
     )
-    if prepared.num_truncated > MANY_TRUNCATED * prepared.num_read:
+    if facts.num_truncated > MANY_TRUNCATED * facts.num_read:
         shown[WARNING] = (
-            f"{prepared.num_truncated:,} of {prepared.num_read:,} documents lose their end, because they are longer "
+            f"{facts.num_truncated:,} of {facts.num_read:,} documents lose their end, because they are longer "
             f"than batch.row_tokens={recipe.batch.row_tokens}; raise it, or set data.long=split"
         )
     if rows.packing:
@@ -154,21 +151,24 @@ def data_facts(
             f"{len(rows):,} x {rows.row_tokens:,} tokens, {rows.filled:.1%} filled, {padding:.1%} padding"
         )
     else:
-        rows_label, padding = "rows", _padding(rows, recipe.batch.rows)
-        shown[rows_label] = f"{len(rows):,}, one document each, grouped by length, {padding:.1%} padding"
+        rows_label, share = "rows", facts.padding
+        shown[rows_label] = f"{len(rows):,}, one document each, grouped by length"
+        shown[rows_label] += "" if share is None else f", {share:.1%} padding"
+    if isinstance(corpus, PreparedCorpus):
+        window = f"the rows of {recipe.data.shuffle_shards} shards at a time are shuffled"
+        shown["shards"] = f"{corpus.num_shards:,} in {recipe.data.path}; {window}"
     if short := prepared.num_rows % recipe.batch.rows:
         shown["last step"] = f"{_count(short, 'row')} instead of {recipe.batch.rows:,}, to end with train.epochs"
-    sources = recipe.data.sources
-    if sources[0].weight is not None:
-        total = sum(source.weight or 0 for source in sources)
+    if weights := facts.weights:
+        total = sum(weight for _, weight in weights)
         shown[rows_label] += "; " + ", ".join(
-            f"{(source.weight or 0) / total:.1%} of each batch from {source.path} ({size:,} rows)"
-            for source, size in zip(sources, rows.group_sizes, strict=True)
+            f"{weight / total:.1%} of each batch from {path} ({size:,} rows)"
+            for (path, weight), size in zip(weights, rows.group_sizes, strict=True)
         )
     return shown
 
 
-def _origins(corpus: MappedCorpus) -> Iterator[str]:
+def _origins(corpus: MappedCorpus | PreparedCorpus) -> Iterator[str]:
     """Yield one line for each of the first four files, and one for the rest."""
     listed = list(zip(corpus.origins, corpus.summaries, strict=True))
     for origin, summary in listed[:4]:
@@ -179,11 +179,3 @@ def _origins(corpus: MappedCorpus) -> Iterator[str]:
         rest = [summary for _, summary in listed[4:]]
         forms = ", ".join(sorted({TITLES.get(summary.form, summary.form) for summary in rest}))
         yield f"{len(rest):,} more files: {sum(summary.num_records for summary in rest):,} records, {forms}"
-
-
-def _padding(rows: PackedRows, rows_per_step: int) -> float:
-    """Return the share of padding when rows are sorted by length and padded to the longest row of their step."""
-    lengths = np.sort(rows.num_tokens)
-    last_of_step = np.arange(len(lengths)) // rows_per_step * rows_per_step + rows_per_step - 1
-    widths = lengths[np.minimum(last_of_step, len(lengths) - 1)]
-    return 1 - float(lengths.sum()) / float(widths.sum())

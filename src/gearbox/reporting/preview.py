@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
@@ -26,9 +27,8 @@ SHOWN_CHARACTERS = 600  # characters of a document printed at the start of a run
 Runs = list[tuple[str, bool]]  # consecutive pieces of a document's text, each with True if it is supervised
 
 
-def document_runs(rows: PackedRows, chunk: int, tokenizer: PreTrainedTokenizerFast) -> Runs:
+def document_runs(tokens: NDArray[np.int32], loss_mask: NDArray[np.int8], tokenizer: PreTrainedTokenizerFast) -> Runs:
     """Return a chunk as pieces of text, each entirely supervised or entirely unsupervised."""
-    tokens, loss_mask = rows.chunk(chunk)
     edges = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist(), len(loss_mask)]
     return [
         (tokenizer.decode(tokens[first:end].tolist(), clean_up_tokenization_spaces=False), bool(loss_mask[first]))
@@ -58,7 +58,7 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
         if of_use.documents is corpus:  # held-out documents may come from eval.path
             ends += of_use.chunks.ends(len(ends))  # a document is never both trained and held out
             uses |= dict.fromkeys(np.unique(of_use.chunks.document).tolist(), use)
-    reasons = {entry.location: entry.reason for entry in rows.dropped}
+    reasons = {entry.location: entry.reason for entry in rows.dropped()}
     records: list[tuple[int, int, int | None]] = [(entry.origin, entry.number, None) for entry in corpus.bad]
     records += [(int(corpus.origin_ids[i]), int(corpus.record_numbers[i]), i) for i in range(len(corpus))]
     for origin, number, document in sorted(records, key=lambda record: record[:2]):
@@ -77,8 +77,8 @@ def lines(corpus: Corpus, rows: TrainingRows) -> Iterator[JsonObject]:
 def first_documents(rows: PackedRows, tokenizer: PreTrainedTokenizerFast, num_documents: int) -> list[tuple[str, Runs]]:
     """Return location and text of the first `num_documents` chunks, in file order."""
     return [
-        (rows.documents.location(int(rows.chunks.document[chunk])), document_runs(rows, chunk, tokenizer))
-        for chunk in range(min(num_documents, len(rows.chunks)))
+        (location, document_runs(tokens, loss_mask, tokenizer))
+        for location, tokens, loss_mask in rows.first_chunks(num_documents)
     ]
 
 

@@ -9,24 +9,33 @@ Shapes: B is the number of rows in a micro-batch, T the number of tokens in a ro
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
+from gearbox import filesystem
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
-from gearbox.rows.packing import Chunks, Corpus, pack
+from gearbox.rows.packing import Chunks, Documents, pack
 
 IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips it
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 WINDOW_STEPS = 50  # unpacked rows are sorted by length within windows of this many steps
+NUM_ROUNDS = 6  # of a Feistel network
 SLOTS = 1000  # positions in a cycle; the share of a weighted source is exact to one row per cycle
+
+# Of saved rows: four of the chunks, and four of the rows.
+NUM_FULLEST = 256
+FACTS = "rows.json"
+FILES = ("document", "start", "length", "chunk_targets", "members", "starts", "num_tokens", "targets")
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,7 +45,7 @@ class PackedRows:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Documents,
         chunks: Chunks,
         row_tokens: int,
         pad_token: int,
@@ -62,10 +71,38 @@ class PackedRows:
         self.num_tokens = _sums(chunks.length[self.members], self.starts)
         self.targets = _sums(chunks.targets[self.members], self.starts)
 
+    def save(self, folder: Path) -> None:
+        """Write the rows to files of a folder, apart from their documents."""
+        chunks = self.chunks
+        arrays = [chunks.document, chunks.start, chunks.length, chunks.targets, self.members, self.starts]
+        for name, array in zip(FILES, [*arrays, self.num_tokens, self.targets], strict=True):
+            is_small = not len(array) or array.max() < 2**31
+            np.save(folder / f"{name}.npy", array.astype(np.int32 if is_small else np.int64))
+        facts = {
+            "num_documents": self.num_documents,
+            "key": self.key,
+            "group_sizes": self.group_sizes,
+            "fullest": self.fullest(NUM_FULLEST),
+        }
+        filesystem.write(folder / FACTS, json.dumps(facts))
+
+    @classmethod
+    def open(cls, folder: Path, corpus: Documents, row_tokens: int, pad_token: int, packing: bool) -> PackedRows:
+        """Return the rows in a folder, mapped into memory. What takes a pass over all of them was saved with them."""
+        rows = cls.__new__(cls)
+        loaded = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FILES]
+        rows.documents, rows.chunks = corpus, Chunks(*loaded[:4])
+        rows.row_tokens, rows.pad_token, rows.packing = row_tokens, pad_token, packing
+        rows.members, rows.starts, rows.num_tokens, rows.targets = loaded[4:]
+        facts = filesystem.read_json_object(folder / FACTS)
+        rows.group_sizes = facts["group_sizes"]
+        vars(rows).update(num_documents=facts["num_documents"], key=facts["key"], _fullest=facts["fullest"])
+        return rows
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    @property
+    @cached_property
     def num_documents(self) -> int:
         """Number of documents with at least one chunk in a row."""
         return len(np.unique(self.chunks.document))
@@ -95,9 +132,26 @@ class PackedRows:
 
     def locations(self, row_ids: Sequence[int], num_shown: int = 8) -> str:
         """Return the locations of the first `num_shown` documents in these rows, as text."""
-        documents = [int(self.chunks.document[chunk]) for row_id in row_ids for chunk in self.row(row_id)]
-        shown = [self.documents.location(document) for document in documents[:num_shown]]
-        return ", ".join(shown) + (f" and {len(documents) - num_shown} more" if len(documents) > num_shown else "")
+        chunks = [chunk for row_id in row_ids for chunk in self.row(row_id)]
+        shown = [self.location(chunk) for chunk in chunks[:num_shown]]
+        return ", ".join(shown) + (f" and {len(chunks) - num_shown} more" if len(chunks) > num_shown else "")
+
+    def location(self, chunk: int) -> str:
+        """Return the location of a chunk's document as text."""
+        return self.documents.location(int(self.chunks.document[chunk]))
+
+    def fullest(self, num_rows: int) -> list[int]:
+        """Return up to `num_rows` rows, at most 256, with the most chunks."""
+        return self._fullest[:num_rows]
+
+    @cached_property
+    def _fullest(self) -> list[int]:
+        found: list[int] = np.argsort(-np.diff(self.starts), kind="stable")[:NUM_FULLEST].tolist()
+        return found
+
+    def first_chunks(self, num_chunks: int) -> list[tuple[str, NDArray[np.int32], NDArray[np.int8]]]:
+        """Return location, token ids and loss mask of the first chunks, in file order."""
+        return [(self.location(i), *self.chunk(i)) for i in range(min(num_chunks, len(self.chunks)))]
 
     def batch(self, row_ids: Sequence[int | None]) -> Batch:
         """Return input_ids, position_ids, labels and chunk_ids, each [B, T] int64. None is a row without targets.
@@ -198,7 +252,7 @@ def passes_of(batch: Batch, max_tokens: int) -> list[Batch]:
 
 def fullest_rows(rows: PackedRows, num_rows: int) -> list[int | None]:
     """Return the rows with the most chunks, to probe how well chunks are isolated. None fills missing rows."""
-    most = np.argsort(-np.diff(rows.starts), kind="stable")[:num_rows].tolist()
+    most = rows.fullest(num_rows)
     return [*most, *[None] * (num_rows - len(most))]
 
 
@@ -211,8 +265,8 @@ class Sampler:
     """A sampler that chooses the rows of a step, position by position.
 
     Each group of rows has its own epochs; there is one group, unless sources have weights. An epoch is a permutation
-    drawn from (seed, epoch). `shares` spreads the positions of each group evenly over the run. If `lengths` of the
-    rows are given, rows of similar length come in the same step.
+    drawn from (seed, epoch), of which only the window around a position is computed. `shares` spreads the positions of
+    each group evenly over the run. If `lengths` of the rows are given, rows of similar length come in the same step.
     """
 
     def __init__(
@@ -232,43 +286,65 @@ class Sampler:
         """Number of earlier positions with the same group, for each position in a cycle."""
         self._per_cycle = [self._slots.count(group) for group in range(len(group_sizes))]
         """Number of positions of each group in a cycle."""
-        self._epochs: dict[int, tuple[int, NDArray[np.int64]]] = {}
-        """Current epoch of each group, and its permutation."""
+        self._permuted = lru_cache(maxsize=4 * len(group_sizes))(self._permute)
 
-    def row(self, position: int) -> int:
-        """Return the row at a position, counted from the first row of the first step."""
+    def place(self, position: int) -> tuple[int, int, int]:
+        """Return the group, its epoch and the offset in the epoch of a position, counted from the run's first row."""
         cycle, slot = divmod(position, len(self._slots))
         group = self._slots[slot]
         epoch, offset = divmod(cycle * self._per_cycle[group] + self._earlier[slot], self.group_sizes[group])
-        return self.group_firsts[group] + int(self._permutation(group, epoch)[offset])
+        return group, epoch, offset
+
+    def row(self, position: int) -> int:
+        """Return the row at a position, counted from the first row of the first step."""
+        group, epoch, offset = self.place(position)
+        number, at = divmod(offset, WINDOW_STEPS * self.rows_per_step)
+        return self.group_firsts[group] + int(self._permuted(group, epoch, number)[at])
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return the rows of a step, in order."""
         first = step * self.rows_per_step
         return [self.row(position) for position in range(first, first + self.rows_per_step)]
 
-    def _permutation(self, group: int, epoch: int) -> NDArray[np.int64]:
-        if self._epochs.get(group, (-1,))[0] != epoch:
-            random = np.random.default_rng([self.seed, epoch, group] if group else [self.seed, epoch])
-            order = random.permutation(self.group_sizes[group])
-            if self.lengths is not None:
-                order = self._sort_by_length(order, self.lengths[self.group_firsts[group] :], random)
-            self._epochs[group] = (epoch, order)
-        return self._epochs[group][1]
+    def _permute(self, group: int, epoch: int, number: int) -> NDArray[np.int64]:
+        """Return the rows of a group in one window of an epoch, in order."""
+        size, window = self.group_sizes[group], WINDOW_STEPS * self.rows_per_step
+        rows = shuffled(np.arange(number * window, min((number + 1) * window, size)), size, (self.seed, epoch, group))
+        if self.lengths is None:
+            return rows
+        lengths = self.lengths[self.group_firsts[group] + rows]
+        return self.sort_by_length(rows, lengths, (self.seed, epoch, group, number))
 
-    def _sort_by_length(
-        self, order: NDArray[np.int64], lengths: NDArray[np.int64], random: np.random.Generator
+    def sort_by_length(
+        self, rows: NDArray[np.int64], lengths: NDArray[np.int64], key: tuple[int, ...]
     ) -> NDArray[np.int64]:
-        """Sort by length within each window of steps, then shuffle the steps of the window."""
-        window = WINDOW_STEPS * self.rows_per_step
-        ordered: list[NDArray[np.int64]] = []
-        for first in range(0, len(order), window):
-            rows = order[first : first + window]
-            rows = rows[np.argsort(lengths[rows], kind="stable")]
-            steps = [rows[i : i + self.rows_per_step] for i in range(0, len(rows), self.rows_per_step)]
-            full = [step for step in steps if len(step) == self.rows_per_step]
-            ordered += [full[i] for i in random.permutation(len(full))] + steps[len(full) :]
-        return np.concatenate(ordered) if ordered else order
+        """Sort the rows of a window, [n], by their lengths, [n], and then shuffle its full steps."""
+        rows = rows[np.argsort(lengths, kind="stable")]
+        num_full = len(rows) // self.rows_per_step
+        full = rows[: num_full * self.rows_per_step].reshape(num_full, self.rows_per_step)
+        return np.concatenate([full[np.random.default_rng(key).permutation(num_full)].ravel(), rows[full.size :]])
+
+
+def shuffled(places: NDArray[np.int64], size: int, key: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return where items at these places, [n], are in a permutation of `size` items that a key of integers gives.
+
+    A Feistel network permutes the places below a power of 4, so nothing of the permutation is kept. A result that is
+    not below `size` is permuted again (cycle walking; Black and Rogaway, 2002).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
+    round_keys = np.random.SeedSequence(key).generate_state(NUM_ROUNDS, np.uint64)
+    found = places.astype(np.uint64)
+    outside = np.arange(len(found))
+    while len(outside):
+        left, right = found[outside] >> bits, found[outside] & mask
+        for round_key in round_keys:
+            mixed = (right ^ round_key) * np.uint64(0xBF58476D1CE4E5B9)  # constants of splitmix64
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        found[outside] = left << bits | right
+        outside = outside[found[outside] >= size]
+    return found.astype(np.int64)
 
 
 def make_sampler(recipe: Recipe, rows: PackedRows) -> Sampler:

@@ -14,37 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from gearbox.data.records import OriginSummary
     from gearbox.data.sources import Origin
-    from gearbox.data.tokenization import OriginSummary, Question, UnusableRecord
+    from gearbox.data.tokenization import Question, UnusableRecord
 
 
-class Corpus(Protocol):
-    """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
+class Documents(Protocol):
+    """Tokenized documents, as rows need them. Each array has one entry per document."""
 
-    lengths: NDArray[np.int32]
-    """Number of tokens in the document."""
-    targets: NDArray[np.int32]
-    """Number of tokens to predict. The first token never counts, because nothing precedes it."""
-    hashes: NDArray[np.uint64]
-    """Hash of the token ids."""
-    origin_ids: NDArray[np.int32]
-    """Index into `origins`."""
-    record_numbers: NDArray[np.int64]
-    """Number of the record in its origin."""
-    source_ids: NDArray[np.int64]
-    """Index of the data.path entry."""
-    origins: list[Origin]
-    summaries: list[OriginSummary]
-    """One for each origin."""
-    bad: list[UnusableRecord]
-    """Records that could not be used, in order."""
-    questions: list[Question]
-    """Questions to ask the model, from the documents that any split holds out first."""
-    digest: str
-    """Hash of the training content: token ids, loss masks and lengths of all documents, in order."""
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Number of tokens in the document."""
         ...
 
     def tokens(self, document: int) -> NDArray[np.int32]:
@@ -57,6 +37,64 @@ class Corpus(Protocol):
 
     def location(self, document: int) -> str:
         """Return the location of the document as file:line."""
+        ...
+
+
+class Corpus(Documents, Protocol):
+    """Tokenized documents, numbered in the order of their sources. Each array has one entry per document."""
+
+    @property
+    def targets(self) -> NDArray[np.int32]:
+        """Number of tokens to predict. The first token never counts, because nothing precedes it."""
+        ...
+
+    @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """Hash of the token ids."""
+        ...
+
+    @property
+    def origin_ids(self) -> NDArray[np.int32]:
+        """Index into `origins`."""
+        ...
+
+    @property
+    def record_numbers(self) -> NDArray[np.int64]:
+        """Number of the record in its origin."""
+        ...
+
+    @property
+    def source_ids(self) -> NDArray[np.int64]:
+        """Index of the data.path entry."""
+        ...
+
+    @property
+    def origins(self) -> list[Origin]:
+        """The files and datasets that were read."""
+        ...
+
+    @property
+    def summaries(self) -> list[OriginSummary]:
+        """One for each origin."""
+        ...
+
+    @property
+    def bad(self) -> list[UnusableRecord]:
+        """Records that could not be used, in order."""
+        ...
+
+    @property
+    def questions(self) -> list[Question]:
+        """Questions to ask the model, from the documents that any split holds out first."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Hash of the training content: token ids, loss masks and lengths of all documents, in order."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
         ...
 
 

@@ -1,25 +1,31 @@
-"""Decide whether each document is trained, held out or dropped, and pack the rows."""
+"""Decide whether each document is trained, held out or dropped."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from gearbox.config.recipe import Data, Recipe, listed
+from gearbox.config.recipe import Data, Recipe
+from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
-from gearbox.rows.batches import PackedRows, Sampler, make_sampler
+from gearbox.rows.batches import PackedRows, Sampler
 from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from gearbox.data.tokenization import Question
 
 NUM_LOOKED_AT = 1000  # documents, to find the tokens that end answers
 
@@ -65,8 +71,31 @@ class Leakage:
 
 
 @dataclass(frozen=True)
+class DataFacts:
+    """How a run uses its documents, as numbers and texts."""
+
+    num_read: int
+    num_truncated: int
+    num_split: int
+    num_duplicates: int
+    """Number of documents with the same tokens as an earlier document."""
+    dropped: str
+    """The records of data.path that are neither trained nor held out, by reason."""
+    dropped_of_evaluation: str
+    """The records of eval.path that are not used for evaluation, by reason; empty if all are used."""
+    document_lengths: tuple[int, ...]
+    """Median, 90th and 99th percentile, and maximum of the trained documents' tokens."""
+    padding: float | None
+    """Share of padding if rows are sorted by length and padded to the longest of their step. None if not known."""
+    weights: tuple[tuple[str, float], ...]
+    """Path and weight of each source, or nothing if sources have no weights."""
+    has_own_evaluation: bool
+    """True if eval.path gives the held-out documents."""
+
+
+@dataclass(frozen=True)
 class TrainingRows:
-    """The rows of a run, their order, and counts of how its documents are used."""
+    """The rows of a run, their order, and how its documents are used."""
 
     training: PackedRows
     held_out: PackedRows
@@ -77,15 +106,9 @@ class TrainingRows:
     sampler: Sampler
     """Chooses the training rows of each step."""
     samples: list[Sample]
-    dropped: list[Dropped]
-    """Records of data.path that are neither trained nor held out."""
-    dropped_of_evaluation: list[Dropped]
-    """Records of eval.path that are not used for evaluation."""
-    num_read: int
-    num_truncated: int
-    num_split: int
-    num_duplicates: int
-    """Number of documents with the same tokens as an earlier document."""
+    facts: DataFacts
+    dropped_file: Path | None = None
+    """The records of data.path and eval.path that are not used, one on a line; None if it is not on this machine."""
     leakage: Leakage | None = None
     """Leakage between packed documents, once measured with the model. None if rows are not packed."""
 
@@ -93,69 +116,69 @@ class TrainingRows:
         """Return the training rows of a step, in order. The run's last step may have fewer rows than the others."""
         return self.sampler.rows_of_step(step)[: self.num_rows - step * self.sampler.rows_per_step]
 
+    def dropped(self) -> Iterator[Dropped]:
+        """Yield the records that are not used: those of data.path, then those of eval.path."""
+        if self.dropped_file is not None:
+            with self.dropped_file.open(encoding="utf-8") as file:
+                for line in file:
+                    yield Dropped(*json.loads(line))
+
     def num_rows_left_out(self, step: int, epochs: float | None) -> int:
         """Return the rows that no step trains if a run of `epochs` ended with `step` and now goes on."""
         planned, taken = step * self.sampler.rows_per_step, num_rows_of_epochs(epochs or 0, len(self.training))
         return max(0, planned - taken) if epochs and step < self.num_steps else 0
 
 
-def split_and_pack(
-    recipe: Recipe,
-    corpus: Corpus,
-    evaluated: Corpus | None,
-    tokenizer: PreTrainedTokenizerFast,
-    packing: bool,
-) -> TrainingRows:
-    """Divide the documents into chunks, hold some out and pack the rest; `evaluated` is the corpus of eval.path.
+@dataclass(frozen=True)
+class Division:
+    """The chunks of a corpus by use, and counts of its documents."""
 
-    Raise UserError if nothing is left to train on or to evaluate on.
-    """
-    data, row_tokens = recipe.data, recipe.batch.row_tokens
-    pad_tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    pad_token = next(token for token in pad_tokens if token is not None)
-    policies = _policies(corpus, data)
+    training: Chunks
+    held_out: Chunks
+    """Empty if eval.path gives the documents to evaluate on."""
+    hashes: NDArray[np.uint64]
+    """Hash of each document that is trained or held out."""
+    dropped: list[Dropped]
+    num_truncated: int
+    num_split: int
+
+
+def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) -> Division:
+    """Divide the documents into chunks, and hold some out: a share, or none but the `copies` of eval.path."""
+    row_tokens = recipe.batch.row_tokens
+    policies = _policies(corpus, recipe.data)
     chunks = chunk_documents(corpus, row_tokens, policies)
     dropped = _unused_documents(corpus, chunks)
     chunks = chunks.where(chunks.targets > 0)
     hashes = _hashes(corpus, chunks)
     is_used = np.zeros(len(corpus), bool)
     is_used[chunks.document] = True
-    dropped_of_evaluation: list[Dropped] = []
-    if evaluated is None:
-        is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64)
-        num_held_out = int((is_used & is_held_out).sum())
-        held_out_chunks = chunks.where(is_held_out[chunks.document])
-    else:
-        held_out_chunks, dropped_of_evaluation = _evaluation_chunks(recipe, evaluated)
-        is_held_out = np.isin(hashes, _hashes(evaluated, held_out_chunks)[held_out_chunks.document])
-        num_held_out = 0
-        copies = np.flatnonzero(is_used & is_held_out).tolist()
-        dropped += [Dropped(corpus.location(document), "also in eval.path") for document in copies]
-    training_chunks = chunks.where(~is_held_out[chunks.document])
-    _check_every_source(recipe, corpus, training_chunks, num_held_out, dropped)
-
-    is_weighted = data.sources[0].weight is not None
-    group = corpus.source_ids[training_chunks.document] if is_weighted else None
-    training = PackedRows(corpus, training_chunks, row_tokens, pad_token, packing, group)
-    train, rows_per_step = recipe.train, recipe.batch.rows
-    num_rows = num_rows_of_epochs(train.epochs, len(training)) if train.epochs else (train.steps or 0) * rows_per_step
-    held_out_corpus = corpus if evaluated is None else evaluated
+    is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64) if copies is None else np.isin(hashes, copies)
+    held_out = chunks.where(is_held_out[chunks.document])
+    if copies is not None:
+        dropped += [Dropped(corpus.location(i), "also in eval.path") for i in np.unique(held_out.document).tolist()]
+        held_out = held_out.where(np.zeros(len(held_out), bool))
     is_long = is_used & (corpus.lengths > row_tokens)
     is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
-    return TrainingRows(
-        training=training,
-        held_out=PackedRows(held_out_corpus, held_out_chunks, row_tokens, pad_token, packing),
-        num_steps=-(-num_rows // rows_per_step),
-        num_rows=num_rows,
-        sampler=make_sampler(recipe, training),
-        samples=_samples(held_out_corpus, held_out_chunks, recipe.eval.samples),
+    return Division(
+        training=chunks.where(~is_held_out[chunks.document]),
+        held_out=held_out,
+        hashes=hashes[is_used],
         dropped=dropped,
-        dropped_of_evaluation=dropped_of_evaluation,
-        num_read=len(corpus) + len(corpus.bad),
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),
-        num_duplicates=int(is_used.sum()) - len(np.unique(hashes[is_used])),
     )
+
+
+def pad_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the token that fills rows."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def num_rows_of(recipe: Recipe, num_rows: int) -> int:
+    """Return the rows that a run trains, of num_rows rows per epoch."""
+    train = recipe.train
+    return num_rows_of_epochs(train.epochs, num_rows) if train.epochs else (train.steps or 0) * recipe.batch.rows
 
 
 def num_rows_of_epochs(epochs: float, num_rows: int) -> int:
@@ -172,37 +195,46 @@ def answer_ends(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return ends & {*tokenizer.added_tokens_decoder}
 
 
-def _evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, list[Dropped]]:
-    """Return the chunks of eval.path with targets, and its dropped records. Raise UserError if no chunk is left."""
+def evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, NDArray[np.uint64], list[Dropped]]:
+    """Return the chunks of eval.path with targets, their documents' hashes, and its dropped records.
+
+    Raise UserError if no chunk is left.
+    """
     chunks = chunk_documents(evaluated, recipe.batch.row_tokens, _policies(evaluated, recipe.data))
     dropped = _unused_documents(evaluated, chunks)
     chunks = chunks.where(chunks.targets > 0)
     if not len(chunks):
         paths = ", ".join(repr(source.path) for source in listed(recipe.eval.path or []))
         raise UserError(f"eval.path: {paths} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
-    return chunks, dropped
+    return chunks, _hashes(evaluated, chunks)[chunks.document], dropped
 
 
-def _check_every_source(
-    recipe: Recipe, corpus: Corpus, training: Chunks, num_held_out: int, dropped: list[Dropped]
-) -> None:
-    """Raise UserError if nothing is left to train on, or if a source with a weight is left empty."""
-    present = {*np.unique(corpus.source_ids[training.document]).tolist()}
+def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_held_out: int, dropped: str) -> None:
+    """Raise UserError if no source is present in the training rows, or if one with a weight is not."""
     for number, source in enumerate(recipe.data.sources):
         if not present or (source.weight is not None and number not in present):
             raise UserError(
                 f"data.path: {source.path!r} leaves nothing to train on within "
-                f"batch.row_tokens={recipe.batch.row_tokens}: {len(corpus) + len(corpus.bad):,} documents read, "
-                f"{num_held_out:,} held out, {summarize_dropped(dropped)}"
+                f"batch.row_tokens={recipe.batch.row_tokens}: {num_read:,} documents read, {num_held_out:,} held out, "
+                f"{dropped}"
             )
 
 
-def summarize_dropped(dropped: list[Dropped]) -> str:
+def summarize_dropped(dropped: Iterable[Dropped]) -> str:
     """Return the number of dropped documents by reason, most frequent first. Numbers and found values are ignored."""
-    kinds = Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
-    listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in kinds.most_common(5)]
-    more = [f"{len(kinds) - 5} more reasons"] if len(kinds) > 5 else []
-    return f"{len(dropped):,} dropped" + (f" ({'; '.join(listed + more)})" if dropped else "")
+    return summarize_reasons(count_reasons(dropped))
+
+
+def count_reasons(dropped: Iterable[Dropped]) -> Counter[str]:
+    """Return the number of dropped documents by reason, without numbers and found values."""
+    return Counter(re.sub(r"\[\d+\]|\d+", "", entry.reason).split(", found")[0] for entry in dropped)
+
+
+def summarize_reasons(reasons: Counter[str]) -> str:
+    """Return the number of dropped documents, and the most frequent reasons."""
+    listed = [f"{count:,} {' '.join(kind.split())[:90]}" for kind, count in reasons.most_common(5)]
+    more = [f"{len(reasons) - 5} more reasons"] if len(reasons) > 5 else []
+    return f"{reasons.total():,} dropped" + (f" ({'; '.join(listed + more)})" if reasons else "")
 
 
 def _policies(corpus: Corpus, data: Data) -> list[str]:
@@ -235,13 +267,14 @@ def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
     return hashes
 
 
-def _samples(corpus: Corpus, chunks: Chunks, num_samples: int) -> list[Sample]:
+def find_samples(rows: PackedRows, questions: list[Question], num_samples: int) -> list[Sample]:
     """Return up to `num_samples` held-out questions whose prompts fit into a row."""
     samples: list[Sample] = []
-    is_first = chunks.start == 0
-    first_lengths = dict(zip(chunks.document[is_first].tolist(), chunks.length[is_first].tolist(), strict=True))
-    for kept in corpus.questions:
-        if len(samples) < num_samples and kept.document in first_lengths:
-            prompt = int(np.argmax(corpus.loss_mask(kept.document)[: first_lengths[kept.document]]))
+    corpus, chunks = rows.documents, rows.chunks
+    for kept in questions:
+        first = int(np.searchsorted(chunks.document, kept.document))
+        is_there = first < len(chunks) and chunks.document[first] == kept.document and chunks.start[first] == 0
+        if len(samples) < num_samples and is_there:
+            prompt = int(np.argmax(corpus.loss_mask(kept.document)[: chunks.length[first]]))
             samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))
     return [sample for sample in samples if sample.prompt]

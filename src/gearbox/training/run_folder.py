@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -29,7 +30,7 @@ from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
-from gearbox.redact import redacted
+from gearbox.redact import redacted, secrets
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.splits import Dropped
 from gearbox.training import leftovers, resume
@@ -37,7 +38,7 @@ from gearbox.world import World
 
 LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
 APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
-BY_TOKENS = "tokens:"  # prefix of a rows_key; earlier versions had no prefix
+ORDER = "order 2:"  # prefix of a rows_key; it changes with the order in which the sampler takes rows
 
 
 @dataclass
@@ -81,7 +82,12 @@ class Run:
         """Raise UserError if the checkpoint was trained on other rows or other frozen base weights."""
         if self.manifest is None:
             return
-        if not _are_same_rows(self.manifest.rows, rows):
+        if not self.manifest.rows.startswith(ORDER):
+            raise UserError(
+                f"{self.checkpoint}: an earlier version wrote it, which trained the rows of an epoch in another order; "
+                "resume with that version, or set run.resume=never"
+            )
+        if self.manifest.rows != rows:
             raise UserError(
                 f"{self.checkpoint}: was trained on other rows: the content of data.path or its held-out part has "
                 "changed; restore it, or set run.resume=never"
@@ -100,22 +106,20 @@ class Run:
                 "model.dropout=true, or run.resume=never"
             )
 
-    @property
-    def compares_only_lengths(self) -> bool:
-        """True if an earlier version wrote the checkpoint and did not identify its rows by their tokens."""
-        return self.manifest is not None and not self.manifest.rows.startswith(BY_TOKENS)
-
     def mark_started(self) -> None:
         """Record that the run has taken a step: its folder now stays, and an error makes the run fail."""
         self.has_begun = True
         self.write_status("running")
 
-    def write_dropped(self, dropped: list[Dropped]) -> None:
+    def write_dropped(self, dropped: Iterator[Dropped]) -> None:
         """Write the dropped documents, each with its reason, to dropped.jsonl. Only rank 0 calls it."""
-        if dropped:
-            entries = redacted([{"place": entry.location, "reason": entry.reason} for entry in dropped])
-            text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
-            filesystem.atomic_write(self.folder / "dropped.jsonl", text)
+        if (first := next(dropped, None)) is None:
+            return
+        known = secrets()
+        with filesystem.new_file(self.folder / "dropped.jsonl") as file:  # each start writes it again
+            for one in chain([first], dropped):
+                line = json.dumps(redacted({"place": one.location, "reason": one.reason}, known))
+                file.write(f"{line}\n".encode())
 
     def write_status(self, status: str, text: str = "") -> None:
         """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""
@@ -136,15 +140,7 @@ class Run:
 def rows_key(corpus_digest: str, rows: PackedRows) -> str:
     """Return an identifier of a run's tokens, of the row of each token, and of the source of each row."""
     groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
-    return f"{BY_TOKENS}{corpus_digest}{groups} {rows.key}"
-
-
-def _are_same_rows(saved: str, rows: str) -> bool:
-    """Compare two keys. If an earlier version wrote `saved`, compare only length and order of the rows.
-
-    Such a key starts with a hash of the data and of the code that read it. Later versions cannot reproduce this hash.
-    """
-    return saved == rows if saved.startswith(BY_TOKENS) else saved.rpartition(" ")[2] == rows.rpartition(" ")[2]
+    return f"{ORDER}{corpus_digest}{groups} {rows.key}"
 
 
 @contextmanager

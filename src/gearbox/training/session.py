@@ -17,8 +17,7 @@ from gearbox.config.gear import Gear
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
 from gearbox.console import make_console, styled
-from gearbox.data import corpus
-from gearbox.data.corpus import MappedCorpus
+from gearbox.data.corpus import Builder, MappedCorpus
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
 from gearbox.distributed.engine import Engine
@@ -34,9 +33,10 @@ from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
-from gearbox.rows import splits
+from gearbox.rows import arranged, stream
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
+from gearbox.rows.streamed_rows import PreparedCorpus
 from gearbox.training import resume, run_folder
 from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run
@@ -53,7 +53,7 @@ class TrainingData:
     """The tokenized documents and the rows packed from them."""
 
     tokenizer: PreTrainedTokenizerFast
-    corpus: MappedCorpus
+    corpus: MappedCorpus | PreparedCorpus
     evaluated: MappedCorpus | None
     """The documents of eval.path, if set."""
     rows: TrainingRows
@@ -78,8 +78,7 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
     is_builder = process_group.is_first_rank_of_node()
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, screen.print)
-    rows = splits.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing)
+    documents, evaluated, rows = stream.load_data(recipe, tokenizer, is_builder, screen.print)
     if not recipe.run.rehearse:
         try:
             recipe.schedule.check(rows.num_steps)  # of train.epochs, which are known only now
@@ -143,7 +142,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     with processes.returning_free_memory(), engines.reading_own_shard(accelerator, recipe):
         loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
-    export.stop_at(loaded, splits.answer_ends(data.corpus, tokenizer))
+    export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
@@ -199,7 +198,13 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
         leakage = Leakage(change, LEAK_TOLERANCE[engines.precision(engine.job.gear)])
         if not leakage.is_isolated:
             recipe = engine.job.recipe
-            rows = splits.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, packing=False)
+            if isinstance(data.corpus, PreparedCorpus):
+                raise UserError(
+                    f"data.packing: {leakage.describe().partition(':')[0]}, and {recipe.data.path} has packed rows; "
+                    "prepare it again with data.packing=false in another folder"
+                )
+            builder = Builder(process_group.is_first_rank_of_node(), engine.world.screen.print)
+            rows = arranged.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, False, builder)
         rows = replace(rows, leakage=leakage)
     else:
         probes.check_row(engine, rows.training)
@@ -258,9 +263,7 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
             )
-    if run.compares_only_lengths:
-        world.screen.print("hint: an earlier version wrote this checkpoint; only the lengths of its rows are compared")
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     if world.rank == 0:
-        run.write_dropped([*rows.dropped, *rows.dropped_of_evaluation])
+        run.write_dropped(rows.dropped())
