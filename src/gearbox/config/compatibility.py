@@ -91,8 +91,8 @@ REFUSALS = [
         "model.attention: sequence parallelism cannot split the masks of eager and sdpa; use auto or flash_attention_2",
     ),
     Refusal(
-        lambda gear, recipe: gear.degree("cp") > 1 and recipe.model.attention not in ("auto", "sdpa"),
-        "model.attention: ring attention replaces sdpa; use auto or sdpa",
+        lambda gear, recipe: gear.degree("cp") > 1 and recipe.model.attention not in ("auto", "documents"),
+        "model.attention: ring attention is attention by document; use auto",
     ),
     Refusal(
         lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.zero_stage == 3,

@@ -78,11 +78,8 @@ def check_ranks(gear: Gear) -> None:
     ranks, local_ranks = launched.size, launched.local_size
     if ranks != gear.num_processes:
         raise UserError(f"{gear.path}: needs {gear.num_processes} ranks, found {ranks}; pass --num_processes {ranks}")
-    if gear.degree("cp") > 1 and runs_on_cpu():
-        raise UserError(
-            f"{gear.path}: ring attention runs on GPUs only, torch has no CPU version; to share a sequence between "
-            "CPU ranks, use accelerate_configs/ulysses.yaml"
-        )
+    if gear.shares_rows and not runs_on_cpu():
+        _check_kernel(gear)
     if gear.engine == "single" and ranks > 1:
         raise UserError(
             f"{gear.path}: trains on one device, but {ranks} ranks are running; use accelerate_configs/ddp.yaml"
@@ -101,6 +98,20 @@ def check_ranks(gear: Gear) -> None:
         raise UserError(
             f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU; check "
             "nvidia-smi and the torch build. To run on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+        )
+
+
+def _check_kernel(gear: Gear) -> None:
+    """Raise UserError unless GPUs that share rows can compute attention by document."""
+    if gear.precision != "bf16":
+        raise UserError(
+            f"{gear.zero_path or gear.path}: the attention of GPUs that share rows needs bf16, found "
+            f"{'fp32' if gear.precision == 'no' else gear.precision}; set bf16, or use accelerate_configs/fsdp.yaml"
+        )
+    if (capability := torch.cuda.get_device_capability()) < (8, 0):
+        raise UserError(
+            f"{gear.path}: the attention of GPUs that share rows needs compute capability 8.0 (A100 or newer), found "
+            f"{capability[0]}.{capability[1]}; use accelerate_configs/fsdp.yaml"
         )
 
 
