@@ -76,6 +76,11 @@ FSDP = {"fsdp_version": 2}
         ("tp", {"num_processes": 3}, "num_processes: 3 ranks are not divisible by tp=2; use 2 or 4"),
         ("tp", {"num_processes": 4}, "num_processes: 4 ranks exceed tp=2; more ranks need FSDP (see fsdp_tp)"),
         ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 replicas leave one rank per replica"),
+        (
+            "ring",
+            {"num_processes": 4, "parallelism_config": {f"parallelism_config_{n}_size": 2 for n in ("cp", "dp_replicate")}},
+            "4 ranks in 2 replicas leave 2 ranks per replica, all for tp or cp, with nothing to shard; use 8 ranks, or",
+        ),
         ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks are not divisible by dp_replicate=2; use 4 or 6"),
         ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) is 2, not 4"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU does not support this; "),

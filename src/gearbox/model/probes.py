@@ -121,14 +121,14 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def _narrow_copy(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_tokens: int
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_tokens: int, attention: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
     """Return a narrow copy of a model with random weights, and a row of random tokens for it, [1, num_tokens]."""
     narrow = shrink_config(config, tokenizer)
     narrow.get_text_config().use_cache = False  # as in training
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = text_class(narrow)(narrow).float()
+        model = text_class(narrow)._from_config(narrow, attn_implementation=attention).float()
         return model, torch.randint(1, narrow.get_text_config().vocab_size, (1, num_tokens))
 
 
@@ -150,8 +150,7 @@ def document_arguments(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
         ("bounds", DOCUMENTS, attention.bounds_of(positions)),
     ):
         try:
-            model, tokens = _narrow_copy(config, tokenizer, positions.shape[1])
-            model.set_attn_implementation(name)
+            model, tokens = _narrow_copy(config, tokenizer, positions.shape[1], name)
             with torch.no_grad():
                 logits[way] = model.eval()(input_ids=tokens, position_ids=positions, **bounds).logits.float()
         except Exception:  # a family can raise anything
@@ -200,8 +199,8 @@ def check_divided_rows(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
             f"{limit:,} tokens, and ranks that share a row see parts of it; use {limit} or less"
         )
     positions, kept = _narrow_positions(), list[torch.Tensor]()
-    model, tokens = _narrow_copy(_with_narrow_window(config), tokenizer, positions.shape[1])
-    model.eval().set_attn_implementation(DOCUMENTS)
+    model, tokens = _narrow_copy(_with_narrow_window(config), tokenizer, positions.shape[1], DOCUMENTS)
+    model.eval()
 
     def logits_of(part: slice, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         with attention.dividing_rows(attention.Parts.of(positions, [part], gather)), _refused(config.model_type):
