@@ -14,6 +14,7 @@ from support.gears import written
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
+CP_IN_REPLICAS = {"parallelism_config_cp_size": 2, "parallelism_config_dp_replicate_size": 2}
 
 
 # Engine, ZeRO stage, data-parallel parts, and ranks that share the weights.
@@ -78,7 +79,7 @@ FSDP = {"fsdp_version": 2}
         ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 replicas leave one rank per replica"),
         (
             "ring",
-            {"num_processes": 4, "parallelism_config": {f"parallelism_config_{n}_size": 2 for n in ("cp", "dp_replicate")}},
+            {"num_processes": 4, "parallelism_config": CP_IN_REPLICAS},
             "4 ranks in 2 replicas leave 2 ranks per replica, all for tp or cp, with nothing to shard; use 8 ranks, or",
         ),
         ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks are not divisible by dp_replicate=2; use 4 or 6"),
