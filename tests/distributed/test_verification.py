@@ -83,7 +83,7 @@ def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
 
 @pytest.mark.parametrize("gear", ["tp", "fsdp_tp"])
 def test_what_tensor_parallelism_replicates_is_expected(train, bf16, gear):
-    """In bf16 the adapter, in fp32, is a large part of a narrow model: half of its matrices are held in full."""
+    """Adapters stay in fp32, so in bf16 they are large; every rank holds half of their matrices in full."""
     outcome = train(gear, "adapter.method=lora")
     assert set(outcome.codes) == {0}, outcome.output
 

@@ -255,8 +255,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B, T, H, E], and the logarithm of each softmax's sum, [B, H, T]. CPU only.
 
-    query: [B, H, T, E]. key, value: [B, K, N, E] for rows of N keys. bounds: [2, D + 1] int32, those of the documents
-    in the B * T tokens and in the B * N keys. window: 0 for none.
+    query: [B, H, T, E]. key, value: [B, K, N, E] for rows of N keys. window: 0 for none.
+    bounds: [2, D + 1] int32. They are the bounds of the documents in the B * T tokens and in the B * N keys.
     """
     batch, heads, num_tokens, size = query.shape
     out = query.new_empty(batch, num_tokens, heads, size)
