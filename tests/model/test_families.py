@@ -103,7 +103,12 @@ def test_a_family_trains_the_same_with_ring_attention(rehearse, family, settings
         ("llama4_text", {}, ("ulysses",), "computes attention with a mask (sdpa) here"),  # chunks
         ("qwen3_5_text", {}, ("ring", "ulysses"), "has layers besides attention that read earlier tokens"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, ("ring",), "has layers besides"),
-        ("phi3", LONG_ROPE, ("ring",), "batch.row_tokens: phi3 rotates positions by the length of the row above 32"),
+        (
+            "phi3",
+            LONG_ROPE,
+            ("ring",),
+            "batch.row_tokens: above 32 tokens phi3 rotates positions by the length of the row",
+        ),
     ],
 )
 def test_a_family_whose_rows_cannot_be_divided_is_refused(rehearse, family, settings, gears, reason):
