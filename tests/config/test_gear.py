@@ -14,6 +14,7 @@ from support.gears import written
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
+CP_IN_REPLICAS = {"parallelism_config_cp_size": 2, "parallelism_config_dp_replicate_size": 2}
 
 
 # Engine, ZeRO stage, data-parallel parts, and ranks that share the weights.
@@ -76,6 +77,11 @@ FSDP = {"fsdp_version": 2}
         ("tp", {"num_processes": 3}, "num_processes: 3 ranks are not divisible by tp=2; use 2 or 4"),
         ("tp", {"num_processes": 4}, "num_processes: 4 ranks exceed tp=2; more ranks need FSDP (see fsdp_tp)"),
         ("hsdp", {"num_processes": 2}, "num_processes: 2 ranks in 2 replicas leave one rank per replica"),
+        (
+            "ring",
+            {"num_processes": 4, "parallelism_config": CP_IN_REPLICAS},
+            "4 ranks in 2 replicas leave 2 ranks per replica, all for tp or cp, with nothing to shard; use 8 ranks, or",
+        ),
         ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks are not divisible by dp_replicate=2; use 4 or 6"),
         ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) is 2, not 4"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU does not support this; "),

@@ -78,7 +78,31 @@ def test_unsharded_4bit_weights_are_refused(train, monkeypatch):
 
     monkeypatch.setattr(loading, "BitsAndBytesConfig", with_default_storage)
     outcome = train("fsdp", "model.quantize=nf4", "adapter.method=lora", ranks=2)
-    refused(outcome, "sharding: a rank should hold 50% of the parameters' bytes")
+    refused(outcome, "sharding: a rank should hold 1/2 of model.layers.1.mlp.", "13 more parameters")
+
+
+@pytest.mark.parametrize("gear", ["tp", "fsdp_tp"])
+def test_what_tensor_parallelism_replicates_is_expected(train, bf16, gear):
+    """Adapters stay in fp32, so in bf16 they are large; every rank holds half of their matrices in full."""
+    outcome = train(gear, "adapter.method=lora")
+    assert set(outcome.codes) == {0}, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("name", "of_adapter"), [("layers.0.self_attn.o_proj.weight", False), ("layers.1.mlp.up_proj.lora_B", True)]
+)
+def test_a_matrix_that_tensor_parallelism_did_not_split_is_refused(train, monkeypatch, name, of_adapter):
+    usual = verification.verify
+
+    def with_a_full_matrix(accelerator, model, *rest):
+        ((owner, kind),) = [whole.rpartition(".")[::2] for whole, _ in model.named_parameters() if name in whole]
+        module = model.get_submodule(owner)
+        module.register_parameter(kind, torch.nn.Parameter(getattr(module, kind).full_tensor().detach()))
+        return usual(accelerator, model, *rest)
+
+    monkeypatch.setattr(verification, "verify", with_a_full_matrix)
+    outcome = train("tp", f"adapter.method={'lora' if of_adapter else 'none'}")
+    refused(outcome, f"sharding: a rank should hold 1/2 of model.{name}", " weights\n")
 
 
 def with_threshold(monkeypatch, threshold: int | str) -> None:

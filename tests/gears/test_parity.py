@@ -81,6 +81,8 @@ def assert_same(outcome, reference, loss_tolerance: float, weight_tolerance: flo
         ("fsdp_tp", 4),
         ("ulysses", 2),
         ("ulysses", 4),
+        ("ring", 2),
+        ("ring", 4),
         ("pp", 2),
         ("pp", 4),
         ("fsdp", 4),
@@ -102,8 +104,9 @@ def test_one_gear_on_different_numbers_of_ranks(train, gear, few, many):
     assert worst(more.kept_losses, two.kept_losses) < 1e-6
 
 
-@pytest.mark.parametrize(("gear", "method"), [("fsdp", "qlora"), ("zero3", "lora")])  # make matrix runs the others
+@pytest.mark.parametrize(("gear", "method"), [("fsdp", "qlora"), ("zero3", "lora"), ("ring", "lora")])
 def test_adapters(train, single, gear, method):
+    """`make matrix` runs the others."""
     outcome = checked(train(gear, *FULL, *changes_of(method), ranks=2))
     assert_same(outcome, single(method, train), 1e-4, 1e-4)
     moved = [name for name, tensor in outcome.kept_weights.items() if "lora_B" in name and tensor.abs().max() > 0]
@@ -116,7 +119,7 @@ def test_muon(train, single):
     assert_same(outcome, single("muon", train), 1e-6, 1e-5)
 
 
-@pytest.mark.parametrize("gear", ["tp", "ulysses", "pp"])
+@pytest.mark.parametrize("gear", ["tp", "ulysses", "ring", "pp"])
 def test_per_head_norms(train, tmp_path, gear):
     """The gradients of Qwen3's head norms are summed over the ranks that share the heads, once per micro-batch."""
     from transformers import AutoTokenizer, Qwen3Config

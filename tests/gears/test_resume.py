@@ -52,6 +52,7 @@ def assert_equal(outcome, reference):
         ("zero2", 3, ()),
         ("zero3", 3, ()),
         ("zero3", 2, DROPOUT),
+        ("ring", 2, DROPOUT),
         ("fsdp", 2, METHODS["qdora"]),
         ("fsdp", 2, ("optim.name=adamw_8bit",)),
         ("tp", 2, ("optim.name=adamw_8bit",)),
@@ -102,7 +103,7 @@ def test_missing_state_is_noticed(train, monkeypatch):
 CHAINS = {
     "adamw": [
         ("single", 1), ("ddp", 2), ("fsdp", 3), ("tp", 2), ("zero3", 2), ("fsdp_tp", 4), ("pp", 2), ("zero2", 2),
-        ("hsdp", 4), ("ulysses", 2), ("fsdp_offload", 2), ("tp", 2), ("zero3_offload", 2), ("pp", 2), ("zero1", 2),
+        ("hsdp", 4), ("ulysses", 2), ("fsdp_offload", 2), ("tp", 2), ("zero3_offload", 2), ("ring", 2), ("zero1", 2),
     ],
     "muon": [("fsdp", 3), ("fsdp_tp", 4), ("pp", 2), ("tp", 2), ("ddp", 2)],
 }  # fmt: skip

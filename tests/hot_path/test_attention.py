@@ -1,5 +1,7 @@
 """Test attention by document against torch's sdpa with a mask."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,37 @@ def test_output_and_gradients_are_those_of_sdpa_with_a_mask(given, window, value
     right = torch.autograd.grad(expected, inputs, upstream)
     for ours, theirs in zip(torch.autograd.grad(found, inputs, upstream), right, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize("value_size", [16, 8])
+def test_parts_of_rows_add_up_to_the_rows(window, value_size):
+    """Three ranks have an early and a late part each. Documents end within parts, at their ends, and span them."""
+    torch.manual_seed(0)
+    where = positions([[9, 1, 20, 12], [42], [3, 4, 34, 1]])
+    inputs = (made(4, 42, torch.float32), made(2, 42, torch.float32), made(2, 42, torch.float32, value_size))
+    expected, _ = attention.attend(LAYER, *inputs, None, position_ids=where, sliding_window=window or None)
+    found = torch.empty_like(expected)
+    for rank in range(3):
+        mine = [slice(7 * part, 7 * part + 7) for part in (rank, 5 - rank)]
+        local = [torch.cat([tensor[:, :, part] for part in mine], 2) for tensor in inputs]
+        parts = attention.Parts.of(where, mine, lambda _: torch.cat(inputs[1:], -1))
+        with attention.dividing_rows(parts):
+            out, _ = attention.attend(LAYER, *local, None, sliding_window=window or None)
+        assert out.shape == (3, 14, 4, value_size)
+        found[:, mine[0]], found[:, mine[1]] = out.chunk(2, 1)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+    upstream = torch.randn_like(found)
+    right = torch.autograd.grad(expected, inputs, upstream)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, upstream), right, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_parts_of_rows_take_no_masks():
+    tensor = made(4, 40, torch.float32)
+    parts = attention.Parts.of(positions(ROWS), [slice(0, 40)], lambda keys: keys)
+    with attention.dividing_rows(parts), pytest.raises(NotImplementedError, match="without a mask"):
+        attention.attend(LAYER, tensor, tensor, tensor, mask_of(positions(ROWS), 0))
 
 
 def test_rows_without_positions_are_one_document_each():
@@ -130,6 +163,27 @@ def test_the_kernel_of_a_gpu_gets_bounds_and_window(monkeypatch):
     (((q, k, _, *rest), options),) = calls
     assert (q.shape, k.shape) == ((120, 4, 16), (120, 2, 16)) and rest[2:] == [40, 40]
     assert options["window_size"] == (4, 0)  # the kernel counts the tokens before this one
+
+
+def test_the_kernel_of_a_gpu_gets_the_bounds_of_queries_and_of_keys(monkeypatch):
+    """A part of 10 tokens reads the keys of its documents: those of the first one begin before the part."""
+    parts = attention.Parts.of(positions(ROWS), [slice(20, 30), slice(30, 40)], lambda keys: keys)
+    assert parts.bounds.tolist() == [
+        [0, 10, 12, 20, 30, 40, 50, 59, 60],
+        [0, 20, 42, 50, 80, 120, 144, 177, 178],
+    ]
+    assert parts.longest == 40
+    calls = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *given, **_: calls.append(given) or given[0])
+    query, key = (
+        torch.empty(3, heads, tokens, 16, dtype=torch.bfloat16, device="meta") for heads, tokens in ((4, 20), (2, 40))
+    )
+    parts = dataclasses.replace(parts, bounds=parts.bounds.to("meta"), gather=lambda _: torch.cat([key, key], -1))
+    with attention.dividing_rows(parts):
+        found, _ = attention.attend(LAYER, query, key[:, :, 20:], key[:, :, 20:], None)
+    ((q, k, v, *_, max_q, max_k),) = calls
+    assert found.shape == (3, 20, 4, 16)
+    assert (q.shape, k.shape, v.shape) == ((60, 4, 16), (178, 2, 16), (178, 2, 16)) and max_q == max_k == 40
 
 
 def test_which_arguments_a_family_passes_to_its_attention(tokenizer):

@@ -3,6 +3,16 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
+LONG_ROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+    },
+}
+
 
 @pytest.fixture
 def rehearse(train, tmp_path):
@@ -65,9 +75,51 @@ def test_a_family_that_cannot_read_rows_is_refused_in_its_own_words(rehearse):
 
 def test_heads_and_states_that_cannot_be_divided_are_refused(rehearse):
     assert "tp.yaml: mamba has no attention heads to divide" in rehearse("mamba", "tp").output
-    outcome = rehearse("qwen3_5_text", "ulysses")
-    assert outcome.codes == [2, 2]
-    assert "Sequence parallelism does not support attention layers of type ['linear_attention']" in outcome.output
+    assert "ulysses.yaml: DeepSpeed reads num_key_value_heads from the model's" in rehearse("gpt2", "ulysses").output
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "more"),
+    [
+        ("mistral", {"sliding_window": 16}, ()),
+        ("gemma3_text", {"sliding_window": 16}, ()),  # sliding and full attention
+        ("qwen3_moe", {}, ("model.router_loss=0",)),
+        ("deepseek_v3", {}, ()),  # values narrower than keys
+        ("gpt2", {}, ()),  # a table of positions
+    ],
+)
+def test_a_family_trains_the_same_with_ring_attention(rehearse, family, settings, more):
+    one, outcome = (rehearse(family, gear, *more, **settings) for gear in ("single", "ring"))
+    assert outcome.losses == pytest.approx(one.losses, rel=1e-5), outcome.output
+    for name, tensor in outcome.weights.items():
+        assert (tensor - one.weights[name]).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "gears", "reason"),
+    [
+        ("gemma2", {}, ("ring",), "computes attention with a mask (eager) here"),  # capped scores
+        ("gpt_oss", {}, ("ring",), "computes attention with a mask (eager) here"),  # sinks
+        ("llama4_text", {}, ("ulysses",), "computes attention with a mask (sdpa) here"),  # chunks
+        ("qwen3_5_text", {}, ("ring", "ulysses"), "has layers besides attention that read earlier tokens"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, ("ring",), "has layers besides"),
+        (
+            "phi3",
+            LONG_ROPE,
+            ("ring",),
+            "batch.row_tokens: above 32 tokens phi3 rotates positions by the length of the row",
+        ),
+    ],
+)
+def test_a_family_whose_rows_cannot_be_divided_is_refused(rehearse, family, settings, gears, reason):
+    for gear in gears:
+        outcome = rehearse(family, gear, "model.router_loss=0", **settings)
+        assert set(outcome.codes) == {2} and reason in outcome.output, outcome.output
+
+
+def test_a_family_that_chooses_its_attention_by_name_has_no_attention_by_document(rehearse):
+    """Falcon's classes of attention have names, and it ignores a later change."""
+    assert rehearse("falcon", "single").codes == [0]
 
 
 def test_layers_whose_weights_are_read_directly_are_not_adapted(rehearse):

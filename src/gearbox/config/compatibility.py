@@ -91,8 +91,8 @@ REFUSALS = [
         "model.attention: sequence parallelism cannot split the masks of eager and sdpa; use auto or flash_attention_2",
     ),
     Refusal(
-        lambda gear, recipe: gear.degree("cp") > 1 and recipe.model.attention not in ("auto", "sdpa"),
-        "model.attention: ring attention replaces sdpa; use auto or sdpa",
+        lambda gear, recipe: gear.degree("cp") > 1 and recipe.model.attention not in ("auto", "documents"),
+        "model.attention: ring attention is attention by document; use auto",
     ),
     Refusal(
         lambda gear, recipe: recipe.perf.checkpointing == "selective" and gear.zero_stage == 3,
@@ -282,6 +282,11 @@ def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
             f"{gear.path}: {config.model_type} has no attention heads to divide; use accelerate_configs/fsdp.yaml"
         )
     key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if sp > 1 and not hasattr(config, "num_key_value_heads"):
+        raise UserError(
+            f"{gear.path}: DeepSpeed reads num_key_value_heads from the model's config.json, and {config.model_type} "
+            "has none; use accelerate_configs/ring.yaml"
+        )
     named = f"{heads} attention heads" + (f" and {key_heads} key-value heads" if key_heads != heads else "")
     if tp > 1:
         _check_tensor_plan(gear, config)
@@ -345,11 +350,11 @@ def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int)
     if degrees.get("dp_shard", rest) != rest:
         text = f"{num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"
         return [(_size_key("dp_shard"), text)]
-    if "dp_replicate" in degrees and rest * degrees.get("cp", 1) == 1:
-        text = (
-            f"{num_processes} ranks in {degrees['dp_replicate']} replicas leave one rank per replica, with nothing to "
-        )
-        return [("num_processes", f"{text}shard; use {2 * product} ranks, or accelerate_configs/ddp.yaml")]
+    if "dp_replicate" in degrees and rest == 1:
+        per_replica = num_processes // degrees["dp_replicate"]
+        left = "one rank per replica" if per_replica == 1 else f"{per_replica} ranks per replica, all for tp or cp"
+        text = f"{num_processes} ranks in {degrees['dp_replicate']} replicas leave {left}, with nothing to shard"
+        return [("num_processes", f"{text}; use {2 * product} ranks, or accelerate_configs/ddp.yaml")]
     if kind == "MULTI_GPU" and "tp" in degrees and rest > 1:
         text = f"{num_processes} ranks exceed tp={degrees['tp']}; more ranks need FSDP (see fsdp_tp)"
         return [("num_processes", text)]

@@ -83,6 +83,11 @@ class Gear:
         return self.num_processes // math.prod(self.degree(name) for name in ("tp", "sp", "cp", "pp"))
 
     @property
+    def shares_rows(self) -> bool:
+        """True if several ranks share the tokens of each row, so that none sees a complete row in training."""
+        return self.degree("sp") * self.degree("cp") > 1
+
+    @property
     def averaged_over(self) -> int:
         """The number of ranks whose gradients the engine averages: those with different tokens."""
         return self.data_parallel * self.degree("cp") * self.degree("sp")

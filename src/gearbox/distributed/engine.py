@@ -106,13 +106,14 @@ class Engine:
     def forward_inputs(self, one_pass: Batch, ends_micro_batch: bool) -> Iterator[dict[str, Any]]:
         """Yield the model's inputs on this rank. Only the pass that ends a micro-batch may send gradients."""
         quiet = nullcontext() if ends_micro_batch else self.accelerator.no_sync(self.model)
-        with quiet, self.local_tokens(self.to_device(one_pass)) as inputs:
-            yield inputs | self._counted(one_pass)
+        tokens = {name: tensor for name, tensor in one_pass.items() if name != "chunk_ids"}
+        with quiet, self.local_tokens(tokens) as inputs:  # on the CPU, where ring attention reads the positions
+            yield self.to_device(inputs) | self._counted(one_pass)
 
     def _counted(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return what the model would otherwise read from tensors on a GPU, and wait: targets and documents."""
         gear, causal_lm = self.job.gear, without_adapter(cast(PreTrainedModel, self.unwrapped))
-        if self.device.type == "cpu" or gear.degree("sp") * gear.degree("cp") > 1:  # these divide rows among ranks
+        if self.device.type == "cpu" or gear.shares_rows:
             return {}
         counted: dict[str, Any] = {"num_targets": int((micro_batch["labels"] != IGNORE_INDEX).sum())}
         if "position_ids" in micro_batch and causal_lm.takes_bounds:
@@ -216,12 +217,7 @@ def precision(gear: Gear) -> str:
 
 
 def attends_by_document(gear: Gear) -> bool:
-    """Return True if attention can be computed by document: by the CPU's kernel, or by the GPU's in bf16.
-
-    Ring attention replaces sdpa, so it needs sdpa.
-    """
-    if gear.degree("cp") > 1:
-        return False
+    """Return True if attention can be computed by document: by the CPU's kernel, or by the GPU's in bf16."""
     return runs_on_cpu() or (precision(gear) == "bf16" and torch.cuda.get_device_capability() >= (8, 0))
 
 
@@ -263,7 +259,10 @@ def create_accelerator(job: Job, has_unreached: bool = False) -> Accelerator:
         options["kwargs_handlers"] = [
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=has_unreached)
         ]
-    return Accelerator(**options)
+    accelerator = Accelerator(**options)
+    # Accelerate would prepare layers for torch's ring attention, which needs plain causal attention and one document.
+    accelerator._prepare_cp = lambda *prepared: prepared
+    return accelerator
 
 
 def _fsdp_policy(gear: Gear) -> MixedPrecisionPolicy:
@@ -325,7 +324,6 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Return model and optimizer as the engine runs them."""
     if gear.degree("sp") > 1:
-        sequence_parallel.check_attention(model)
         accelerator.parallelism_config.sp_handler.sp_attn_implementation = model.config._attn_implementation
     if gear.engine == "pp":
         return _make_pipeline(gear, accelerator, model), accelerator.prepare(optimizer)

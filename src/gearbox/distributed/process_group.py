@@ -6,20 +6,26 @@ import logging
 import os
 import socket
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from gearbox.config.gear import Gear
 from gearbox.console import make_console
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
+from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.topology import RankDevice
 from gearbox.world import World
@@ -30,7 +36,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOADING_TIMEOUT = timedelta(hours=2)  # for each collective until the first step is done
+LOADING_TIMEOUT = timedelta(hours=2)  # for joining, and for each collective until the first step is done
+WAITING_SECONDS = 60.0  # between lines about ranks that have not joined, which may still read their data
+FIRST_SECONDS = 180.0  # for the first all-reduce, which connects the ranks; it takes seconds
+LOOKUP_SECONDS = 10.0
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -78,11 +87,8 @@ def check_ranks(gear: Gear) -> None:
     ranks, local_ranks = launched.size, launched.local_size
     if ranks != gear.num_processes:
         raise UserError(f"{gear.path}: needs {gear.num_processes} ranks, found {ranks}; pass --num_processes {ranks}")
-    if gear.degree("cp") > 1 and runs_on_cpu():
-        raise UserError(
-            f"{gear.path}: ring attention runs on GPUs only, torch has no CPU version; to share a sequence between "
-            "CPU ranks, use accelerate_configs/ulysses.yaml"
-        )
+    if gear.shares_rows and not runs_on_cpu():
+        _check_kernel(gear)
     if gear.engine == "single" and ranks > 1:
         raise UserError(
             f"{gear.path}: trains on one device, but {ranks} ranks are running; use accelerate_configs/ddp.yaml"
@@ -101,6 +107,20 @@ def check_ranks(gear: Gear) -> None:
         raise UserError(
             f"{gear.path}: this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU; check "
             "nvidia-smi and the torch build. To run on the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+        )
+
+
+def _check_kernel(gear: Gear) -> None:
+    """Raise UserError unless GPUs that share rows can compute attention by document."""
+    if gear.precision != "bf16":
+        raise UserError(
+            f"{gear.zero_path or gear.path}: the attention of GPUs that share rows needs bf16, found "
+            f"{'fp32' if gear.precision == 'no' else gear.precision}; set bf16, or use accelerate_configs/fsdp.yaml"
+        )
+    if (capability := torch.cuda.get_device_capability()) < (8, 0):
+        raise UserError(
+            f"{gear.path}: the attention of GPUs that share rows needs compute capability 8.0 (A100 or newer), found "
+            f"{capability[0]}.{capability[1]}; use accelerate_configs/fsdp.yaml"
         )
 
 
@@ -123,9 +143,66 @@ def _check_disk(gear: Gear) -> None:
 
 
 def join_process_group(gear: Gear) -> ProcessGroup:
-    """Join the process group. Call it after `check_ranks`."""
+    """Join the process group. Call it after `check_ranks`. Raise UserError if ranks do not join, or cannot connect."""
     quiet_libraries()
     unwrap_without_deepspeed()
+    with _naming_missing_ranks():
+        group = _init_process_group(gear)
+    group.check_connections()
+    return group
+
+
+@contextmanager
+def _naming_missing_ranks() -> Iterator[None]:
+    """Print each minute which ranks have not joined, and name them in a UserError if joining fails.
+
+    They are known where the launcher serves the store in which ranks meet, as torchrun's and Accelerate's do.
+    """
+    launched = LaunchEnvironment.read()
+    if launched.size == 1 or not launched.agent_has_store:
+        yield
+        return
+    server = TCPStore(launched.store_host, launched.store_port, is_master=False, wait_for_workers=False)
+    store = PrefixStore(f"gearbox/{launched.restart_count}", server)
+    store.set(str(launched.rank), "")
+    has_joined = threading.Event()
+
+    def missing() -> list[int]:
+        return [rank for rank in range(launched.size) if not store.check([str(rank)])]
+
+    def report() -> None:
+        while not has_joined.wait(WAITING_SECONDS):
+            late = missing()
+            if late and launched.rank == min({*range(launched.size)} - {*late}):
+                line = f"gearbox: waiting for {_named(late)} of {launched.size} to join; see the output of each machine"
+                print(line, file=sys.stderr, flush=True)
+
+    threading.Thread(target=report, name="waiting for ranks", daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:  # includes torch's errors of the network and of the store
+        late = missing()
+        who = f"{_named(late)} did not join" if late else "the ranks cannot connect"
+        raise _failure(f"{who} ({launched.size} ranks): {one_line(error, 200)}; {_advice()}") from None
+    finally:
+        has_joined.set()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _advice() -> str:
+    variable = "GLOO_SOCKET_IFNAME" if runs_on_cpu() else "NCCL_SOCKET_IFNAME"
+    return f"run src/doctor.py, and set {variable} to the network interface that connects the machines"
+
+
+def _failure(text: str) -> Exception:
+    """Return the error that ends this process: for good at the first start, but src/launch.py may restart it again."""
+    return UserError(text) if outcome.requested_run_folder() is None else RuntimeError(text)
+
+
+def _init_process_group(gear: Gear) -> ProcessGroup:
     if not runs_on_cpu():
         PartialState(timeout=LOADING_TIMEOUT)
         use_host_cores(gear)
@@ -175,6 +252,13 @@ def fill_sizes_by_width(accelerator: Accelerator, model: PreTrainedModel) -> Non
     settings |= {key: size for key, size in by_width.items() if settings.get(key) == "auto"}
 
 
+def _started(work: Callable[[], None]) -> threading.Thread:
+    """Return a thread that does this work. It ends with the process, even if it hangs."""
+    thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
+    thread.start()
+    return thread
+
+
 class ProcessGroup:
     """A `World` of all ranks in the process group."""
 
@@ -197,7 +281,7 @@ class ProcessGroup:
         if self.size == 1:
             return counts
         counted = torch.tensor(counts, device=self.device)
-        torch.distributed.all_reduce(counted)
+        dist.all_reduce(counted)
         return [int(count) for count in counted.tolist()]
 
     def decide(self, work: Callable[[], T]) -> T:
@@ -213,13 +297,62 @@ class ProcessGroup:
             raise UserError(refusal)
         return cast(T, result)
 
+    def check_connections(self) -> None:
+        """Raise UserError, which names the ranks, unless a first all-reduce of all ranks ends within minutes.
+
+        It runs in a thread: NCCL connects within the call, which never returns if a rank does not answer.
+        """
+        if self.size == 1:
+            return
+        store = PrefixStore("first all-reduce", cast(Any, dist.distributed_c10d._get_default_store()).clone())
+        device = str(self.device) if self.device.type == "cuda" else self.device.type
+        store.set(f"place {self.rank}", f"{socket.gethostname()}, {device}")
+        failures: list[Exception] = []
+
+        def reduce() -> None:
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                store.set(f"began {self.rank}", "")
+                work = dist.all_reduce(torch.ones(1, device=self.device), async_op=True)
+                while not work.is_completed():  # `wait` would only queue on a GPU
+                    time.sleep(0.005)
+                work.wait()
+            except Exception as error:
+                failures.append(error)
+
+        reducing = _started(reduce)
+        reducing.join(FIRST_SECONDS)
+        if reducing.is_alive() or failures:
+            why = one_line(failures[0], 200) if failures else f"it has not ended within {FIRST_SECONDS:g} s"
+            raise _failure(f"{self._who_did_not_begin(store)}: {why}; {_advice()}")
+
+    def _who_did_not_begin(self, store: Store) -> str:
+        """Return which ranks have not begun the first all-reduce, with their hosts and devices."""
+        found: list[str] = []
+
+        def look() -> None:
+            ranks = range(self.size)
+            missing = [rank for rank in ranks if not store.check([f"began {rank}"])]
+            places = {rank: key for rank in ranks if store.check([key := f"place {rank}"])}
+            named = [f"rank {rank} ({store.get(places[rank]).decode() if rank in places else '?'})" for rank in missing]
+            hosts = sorted({store.get(key).decode().partition(",")[0] for key in places.values()})
+            found.append(
+                f"{', '.join(named)} did not begin the first all-reduce"
+                if missing
+                else f"all {self.size} ranks ({', '.join(hosts)}) began the first all-reduce"
+            )
+
+        _started(look).join(LOOKUP_SECONDS)
+        return found[0] if found else "the store of rank 0 does not answer during the first all-reduce"
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._state.wait_for_everyone()
 
     def set_collective_timeout(self, seconds: float) -> None:
         """Make every later collective fail after this many seconds. Loading takes longer than a step."""
-        if torch.distributed.is_initialized():
+        if dist.is_initialized():
             from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
             for group in list(_world.pg_map):

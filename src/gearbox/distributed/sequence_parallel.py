@@ -7,31 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
-from gearbox.kernels.attention import DOCUMENTS
+from gearbox.kernels.attention import DOCUMENTS, Parts, dividing_rows
 from gearbox.rows.batches import IGNORE_INDEX
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
+def check_attention(gear: Gear, family: str, attention: str) -> None:
+    """Raise UserError if ranks share rows and the model's attention needs a mask, which would cover only one's tokens.
 
-def check_attention(model: PreTrainedModel) -> None:
-    """Raise UserError if the model's attention needs a mask, which would cover only this rank's tokens.
-
-    Ulysses passes full sequences with their positions to the attention, which then isolates packed documents.
+    Ulysses passes full sequences with their positions to the attention, which then isolates packed documents. Ring
+    attention is attention by document.
     """
-    name = model.config._attn_implementation
-    if name != DOCUMENTS and not is_flash_attention_requested(model.config):
+    if not gear.shares_rows or attention == DOCUMENTS:
+        return
+    if gear.degree("sp") == 1 or not is_flash_attention_requested(requested_attention_implementation=attention):
         raise UserError(
-            f"model.name: {model.config.model_type} computes attention with a mask ({name}) here, and ranks cannot "
-            "share the rows of a mask; use the gear zero3"
+            f"model.name: {family} computes attention with a mask ({attention}) here, and ranks cannot share the rows "
+            f"of a mask; use the gear {'zero3' if gear.degree('sp') > 1 else 'fsdp'}"
         )
 
 
@@ -41,20 +42,52 @@ def local_tokens(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tokens of a micro-batch ([B, T] each) that this rank computes when ranks share a sequence.
 
-    Rows are padded to a divisible length, with tokens without targets.
+    Rows are padded to a divisible length, with tokens without targets. The attention of ring, in forward and backward
+    passes, gathers keys and values only within this context.
     """
-    num_ranks, rank = gear.degree("sp"), accelerator.process_index % gear.degree("sp")
-    num_chunks = num_ranks * 2 * gear.degree("cp") if gear.degree("cp") > 1 else num_ranks
-    if num_chunks > 1:
-        inputs = _padded_to_multiple(inputs, num_chunks)
-    if gear.degree("cp") > 1:
-        buffers = list(inputs.values())
-        with accelerator.maybe_context_parallel(
-            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
-        ):
-            yield inputs
-    else:
-        yield {name: tensor.chunk(num_ranks, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
+    degree = gear.degree("sp") * gear.degree("cp")
+    if degree == 1:
+        yield inputs
+        return
+    rank = accelerator.process_index % degree
+    if gear.degree("sp") > 1:
+        inputs = _padded_to_multiple(inputs, degree)
+        yield {name: tensor.chunk(degree, dim=1)[rank].contiguous() for name, tensor in inputs.items()}
+        return
+    # Later tokens read more keys: so each rank computes an early part of a row, and a late part.
+    inputs = _padded_to_multiple(inputs, 2 * degree)
+    size = inputs["labels"].shape[1] // (2 * degree)
+    mine = [slice(part * size, (part + 1) * size) for part in (rank, 2 * degree - 1 - rank)]
+    group = accelerator.torch_device_mesh["cp"].get_group()
+
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, _GatherTokens.apply(local, group))  # type: ignore[no-untyped-call]
+
+    parts = Parts.of(inputs["position_ids"].cpu(), mine, gather)
+    parts = replace(parts, bounds=parts.bounds.to(accelerator.device, non_blocking=True))
+    with dividing_rows(parts):
+        yield {name: torch.cat([tensor[:, part] for part in mine], 1) for name, tensor in inputs.items()}
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Gather the complete rows, [B, K, T, E], from each rank's early and late part, and add up their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ANN401  torch's
+        ctx.group = group
+        gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        batch, heads, num_tokens, width = local.shape
+        early, late = gathered.view(-1, batch, heads, 2, num_tokens // 2, width).unbind(3)
+        return torch.cat([early, late.flip(0)]).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401  torch's
+        early, late = torch.stack(gradient.chunk(2 * ctx.group.size(), 2)).chunk(2)
+        by_rank = torch.stack([early, late.flip(0)], 3).flatten(3, 4)  # [ranks, B, K, T / ranks, E]
+        local = torch.empty_like(by_rank[0])
+        dist.reduce_scatter_tensor(local, by_rank.flatten(0, 1), group=ctx.group)
+        return local, None
 
 
 def _padded_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:

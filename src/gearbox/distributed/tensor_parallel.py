@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import re
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gearbox.config.gear import Gear
+from gearbox.distributed.unwrap import without_adapter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 def fix_replicated_gradients() -> None:
@@ -53,6 +59,24 @@ def fix_sharded_layers(model: nn.Module) -> None:
             local = parameter.to_local()
             if local.untyped_storage().nbytes() > local.nbytes:  # on a CPU a view keeps the full tensor in memory
                 parameter._local_tensor = local.clone()
+
+
+def split_parameters(model: PreTrainedModel | PeftModel) -> set[nn.Parameter]:
+    """Return the parameters that the family's plan divides among the ranks of tp; each rank holds the others in full.
+
+    Of an adapter's two matrices only the one next to the divided side is divided.
+    """
+    causal_lm, found = without_adapter(model), set()
+    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        module, _, kind = pattern.rpartition(".")
+        module, _, half = module.partition(".lora_")  # A.default, B.default or empty
+        style = causal_lm.tp_plan.get(pattern) or causal_lm.tp_plan.get(module.removesuffix(".base_layer"), "")
+        divides_outputs = style.startswith(("colwise", "embedding", "packed")) and half[:1] in ("", "B")
+        divides_inputs = style.startswith("rowwise") and half[:1] in ("", "A") and kind != "bias"
+        if divides_outputs or divides_inputs:
+            found.add(parameter)
+    return found
 
 
 def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:

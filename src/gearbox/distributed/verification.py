@@ -20,6 +20,7 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.sharded_state import Zero3Shard, shard_of
+from gearbox.distributed.tensor_parallel import split_parameters
 from gearbox.distributed.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
@@ -257,19 +258,14 @@ def _quant_state(model: nn.Module, name: str) -> QuantState | None:
 def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> list[str]:
     """Return a problem if this rank holds more than its share of the parameters or of the optimizer's masters."""
     if gear.engine in ("fsdp", "tp") or gear.zero_stage == 3:
-        by_kind = {kind: [one for one in model.named_parameters() if getattr(one[1], "ds_persist", False) is kind]
-                   for kind in (True, False)}  # fmt: skip
-        gathered, _ = _local_and_full_bytes(by_kind[True])
-        local, full = _local_and_full_bytes(by_kind[False])
-        if gathered > MOST_GATHERED * (gathered + full):
+        persistent = [one for one in model.named_parameters() if getattr(one[1], "ds_persist", False)]
+        gathered, full = _local_and_full_bytes(persistent)[0], _local_and_full_bytes(model.named_parameters())[1]
+        if gathered > MOST_GATHERED * full:
             return [
-                f"sharding: {gathered / (gathered + full):.0%} of the parameters' bytes stay gathered on every rank, "
-                f"and at most {MOST_GATHERED:.0%} may; lower stage3_param_persistence_threshold"
+                f"sharding: {gathered / full:.0%} of the parameters' bytes stay gathered on every rank, and at most "
+                f"{MOST_GATHERED:.0%} may; lower stage3_param_persistence_threshold"
             ]
-        share, ideal = local / full, 1 / (gear.shard * gear.degree("tp"))
-        # Shards are padded to complete rows: small models are slightly above 1/N, unsharded 4-bit weights far above.
-        if share > ideal * 1.1 + 0.02:
-            return [f"sharding: a rank should hold {ideal:.0%} of the parameters' bytes, but holds {share:.0%}"]
+        return _unsharded(model, gear, {name for name, _ in persistent})
     if gear.zero_stage in (1, 2):
         # The partitions that the optimizer updates, padded to full buffers.
         kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -277,6 +273,24 @@ def _sharding_problems(model: nn.Module, optimizer: Optimizer, gear: Gear) -> li
         if kept > trainable / gear.num_processes * 1.1 + 1000:
             return [f"sharding: the optimizer of a rank holds {kept:,} of {trainable:,} weights"]
     return []
+
+
+def _unsharded(model: nn.Module, gear: Gear, persistent: set[str]) -> list[str]:
+    """Return a problem if this rank holds more of a parameter than its share, rounded up to a row or a column."""
+    split = split_parameters(model) if gear.degree("tp") > 1 else set()
+    found = []
+    for name, parameter in model.named_parameters():
+        shard, num_ranks = shard_of(name, parameter), gear.shard * (gear.degree("tp") if parameter in split else 1)
+        shape = shard.full_shape
+        row, column = math.prod(shape[1:]), math.prod(shape[:-1]) if parameter in split else 0
+        most = math.prod(shape) // num_ranks + row + column
+        if name not in persistent and num_ranks > 1 and shard.local_numel > most:
+            found.append((shard.local_numel, math.prod(shape), name.removeprefix("base_model.model."), num_ranks))
+    if not found:
+        return []
+    local, full, name, num_ranks = max(found)
+    more = f", and too much of {len(found) - 1} more parameters" if len(found) > 1 else ""
+    return [f"sharding: a rank should hold 1/{num_ranks} of {name}, but holds {local:,} of {full:,} weights{more}"]
 
 
 def _gather_stages(model: Pipeline, world: World) -> tuple[list[str], int]:

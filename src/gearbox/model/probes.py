@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 NUM_TOKENS = 16  # of the row that compares losses
 NUM_NARROW_TOKENS = (512, 64)  # of the row that finds parameters without a gradient; fewer for short position tables
 NARROW_DOCUMENTS = (23, 1, 17, 7)  # lengths of the documents in the row that compares attentions
+NARROW_CUT = 30  # tokens of that row in the first of two parts; within a document
 NARROW_WINDOW = 6  # of sliding attention in that row
 TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "pos_encoding")  # last part of the name
 TOWERS = ("vision", "image", "img", "audio")  # parts of the names of modules that do not read text
@@ -119,14 +121,14 @@ def unreached_parameters(config: PretrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def _narrow_copy(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_tokens: int
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, num_tokens: int, attention: str | None = None
 ) -> tuple[PreTrainedModel, torch.Tensor]:
     """Return a narrow copy of a model with random weights, and a row of random tokens for it, [1, num_tokens]."""
     narrow = shrink_config(config, tokenizer)
     narrow.get_text_config().use_cache = False  # as in training
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = text_class(narrow)(narrow).float()
+        model = text_class(narrow)._from_config(narrow, attn_implementation=attention).float()
         return model, torch.randint(1, narrow.get_text_config().vocab_size, (1, num_tokens))
 
 
@@ -140,11 +142,7 @@ def document_arguments(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
     family = model_class(config)
     if not (getattr(family, "_supports_sdpa", False) and getattr(family, "_supports_flash_attn", False)):
         return set()
-    config = copy.deepcopy(config)
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        if getattr(part, "sliding_window", None):
-            part.sliding_window = NARROW_WINDOW
-    positions = torch.cat([torch.arange(length) for length in NARROW_DOCUMENTS])[None]
+    config, positions = _with_narrow_window(config), _narrow_positions()
     logits: dict[str, torch.Tensor] = {}
     for way, name, bounds in (
         ("mask", "sdpa", {}),
@@ -152,8 +150,7 @@ def document_arguments(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
         ("bounds", DOCUMENTS, attention.bounds_of(positions)),
     ):
         try:
-            model, tokens = _narrow_copy(config, tokenizer, positions.shape[1])
-            model.set_attn_implementation(name)
+            model, tokens = _narrow_copy(config, tokenizer, positions.shape[1], name)
             with torch.no_grad():
                 logits[way] = model.eval()(input_ids=tokens, position_ids=positions, **bounds).logits.float()
         except Exception:  # a family can raise anything
@@ -162,6 +159,65 @@ def document_arguments(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
     if expected is None:
         return set()
     return {way for way, found in logits.items() if torch.allclose(found, expected, rtol=1e-4, atol=1e-5)}
+
+
+def _with_narrow_window(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a config whose sliding attention, if any, is shorter than the documents of the probes."""
+    config = copy.deepcopy(config)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if getattr(part, "sliding_window", None):
+            part.sliding_window = NARROW_WINDOW
+    return config
+
+
+def _fixed_rope_limit(config: PretrainedConfig) -> float:
+    """Return the number of tokens up to which the rotary frequencies do not depend on the positions of a row."""
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    limits = [
+        part.get("original_max_position_embeddings") or text.max_position_embeddings
+        for part in (given, *given.values())
+        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=math.inf)
+
+
+def _narrow_positions() -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in NARROW_DOCUMENTS])[None]
+
+
+@torch.no_grad()
+def check_divided_rows(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, row_tokens: int) -> None:
+    """Raise UserError if a family computes a token from other tokens of its row elsewhere than in attention.
+
+    Ranks that share a row would miss these tokens: convolutions and states along the row are examples. A narrow copy
+    computes a row, and then each of its parts with the keys and values of the complete row.
+    """
+    if (limit := _fixed_rope_limit(config)) < row_tokens:
+        raise UserError(
+            f"batch.row_tokens: above {limit:,} tokens {config.model_type} rotates positions by the length of the row, "
+            f"which ranks that share it do not see; use {limit} or less"
+        )
+    positions, kept = _narrow_positions(), list[torch.Tensor]()
+    model, tokens = _narrow_copy(_with_narrow_window(config), tokenizer, positions.shape[1], DOCUMENTS)
+    model.eval()
+
+    def logits_of(part: slice, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with attention.dividing_rows(attention.Parts.of(positions, [part], gather)), _refused(config.model_type):
+            return cast(torch.Tensor, model(input_ids=tokens[:, part], position_ids=positions[:, part]).logits.float())
+
+    def keep(keys: torch.Tensor) -> torch.Tensor:
+        kept.append(keys)
+        return keys
+
+    whole = logits_of(slice(0, positions.shape[1]), keep)
+    for part in (slice(0, NARROW_CUT), slice(NARROW_CUT, positions.shape[1])):
+        found = logits_of(part, functools.partial(next, iter(kept)))  # the row's keys instead of the part's
+        if not torch.allclose(found, whole[:, part], rtol=1e-4, atol=1e-5):
+            raise UserError(
+                f"model.name: {config.model_type} has layers besides attention that read earlier tokens, so ranks "
+                "cannot share rows; use accelerate_configs/fsdp.yaml"
+            )
 
 
 def may_skip_experts(config: PretrainedConfig) -> bool:

@@ -19,7 +19,7 @@ from gearbox.config.loader import located
 from gearbox.console import make_console, styled
 from gearbox.data.corpus import Builder, MappedCorpus
 from gearbox.distributed import engine as engines
-from gearbox.distributed import pipeline_stages, process_group, sharded_state, verification
+from gearbox.distributed import pipeline_stages, process_group, sequence_parallel, sharded_state, verification
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
 from gearbox.distributed.unwrap import without_adapter
@@ -133,6 +133,10 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     arguments = probes.document_arguments(config, tokenizer)
     by_document = "positions" in arguments and engines.attends_by_document(gear)
     attention = loading.attention_of(config, recipe.model.attention, by_document)
+    if gear.shares_rows:
+        sequence_parallel.check_attention(gear, config.model_type, attention)
+        if by_document:  # else flash attention, which only ulysses takes
+            probes.check_divided_rows(config, tokenizer, recipe.batch.row_tokens)
     if recipe.model.attention == "auto" and engines.attends_by_document(gear) and not by_document:
         world.screen.print(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
     # Before loading, because ZeRO-3 shards the model while it loads.
@@ -181,12 +185,18 @@ def check_engine(engine: Engine, data: TrainingData) -> EngineFacts:
     )
     verification.check_finite(engine.unwrapped, engine.world)
     tolerance = LOSS_TOLERANCE[engines.precision(job.gear)]
-    facts.lines["attention"] = str(without_adapter(engine.unwrapped).config._attn_implementation)
+    causal_lm = without_adapter(engine.unwrapped)
+    facts.lines["attention"] = str(causal_lm.config._attn_implementation)
     if job.recipe.perf.kernels == "auto":
         facts.lines["kernels"] = installed_kernels(engine.unwrapped)
     path = probes.check_loss(engine.model, engine.unwrapped, len(data.tokenizer), engine.device, tolerance)
     if path:
         facts.lines["loss"] = path
+    if causal_lm.loss_path.own_positions and job.gear.shares_rows:
+        raise UserError(
+            f"model.name: {causal_lm.config.model_type} numbers its positions itself, and ranks that share a row see "
+            "parts of it; use accelerate_configs/fsdp.yaml"
+        )
     return facts
 
 
