@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from gearbox.config.gear import load_gear  # noqa: E402
 from gearbox.distributed import process_group  # noqa: E402
-from gearbox.distributed.full_parameters import FullParameters  # noqa: E402
 from gearbox.model import export  # noqa: E402
+from gearbox.sharding.full_parameters import FullParameters  # noqa: E402
 from support.experts import TOKENIZER  # noqa: E402
 from support.ranks import fork_ranks, launcher_environment  # noqa: E402
 

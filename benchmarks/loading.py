@@ -33,7 +33,8 @@ import transformers  # noqa: E402
 from gearbox import processes  # noqa: E402
 from gearbox.config.gear import Gear, load_gear  # noqa: E402
 from gearbox.config.job import Job  # noqa: E402
-from gearbox.distributed import engine, sharded_state  # noqa: E402
+from gearbox.distributed import engine  # noqa: E402
+from gearbox.sharding import sharded_state  # noqa: E402
 from gearbox.training import session  # noqa: E402
 from support.documents import make_chats  # noqa: E402
 from support.ranks import run_ranks  # noqa: E402

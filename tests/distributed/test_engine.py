@@ -8,9 +8,10 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.gear import Gear
-from gearbox.distributed import engine, unwrap
+from gearbox.distributed import engine
 from gearbox.kernels import attention
 from gearbox.model import probes
+from gearbox.sharding import unwrap
 from support.faults import patch_step
 from support.ranks import fork_ranks
 

@@ -43,7 +43,7 @@ def test_a_cell_matches_the_table(running, monkeypatch, gear, method):
 def test_a_broken_cell_is_noticed(monkeypatch, tmp_path):
     """Break each stage of a cell in turn."""
     from gearbox.checkpoint import folders
-    from gearbox.distributed import sharded_state
+    from gearbox.sharding import sharded_state
 
     skip_loading_back(monkeypatch)
     running = matrix.Matrix(tmp_path)

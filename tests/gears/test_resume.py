@@ -80,7 +80,8 @@ def test_two_interruptions_change_nothing(train, monkeypatch, gear, ranks, chang
 
 def test_missing_state_is_noticed(train, monkeypatch):
     """The comparison above must fail if any of these is not restored."""
-    from gearbox.distributed import engine, sharded_state
+    from gearbox.distributed import engine
+    from gearbox.sharding import sharded_state
 
     given = (*STEPS, *DROPOUT, "train.steps=4")
     whole = checked(train("single", *given, "run.name=whole"))

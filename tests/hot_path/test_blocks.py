@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gearbox import ROOT
-from gearbox.distributed.unwrap import checking_hooks
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
 from gearbox.kernels.install import install_kernels
+from gearbox.sharding.unwrap import checking_hooks
 
 TOKENS = torch.arange(2 * 24).view(2, 24) % 200
 

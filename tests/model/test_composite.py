@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gearbox.distributed import unwrap
 from gearbox.model.loading import load_for_answers
+from gearbox.sharding import unwrap
 from support.composites import FAMILIES, write_composite
 from support.methods import METHODS
 

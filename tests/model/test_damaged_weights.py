@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gearbox.distributed import verification
-from gearbox.distributed.sharded_state import Zero3Shard
+from gearbox.sharding.sharded_state import Zero3Shard
 from support.methods import two_models
 
 UP = "model.layers.1.mlp.up_proj.weight"

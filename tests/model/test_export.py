@@ -9,10 +9,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gearbox.distributed.full_parameters import FullParameters
-from gearbox.distributed.unwrap import model_class, text_class
 from gearbox.model import export
 from gearbox.model.random_init import shrink_config
+from gearbox.sharding.full_parameters import FullParameters
+from gearbox.sharding.unwrap import model_class, text_class
 from support import experts
 from support.composites import write_composite
 from support.methods import two_models

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import ask
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
-from gearbox.distributed.full_parameters import FullParameters
 from gearbox.errors import UserError
 from gearbox.model import adapters, export, loading
 from gearbox.model.pretrained import Pretrained
+from gearbox.sharding.full_parameters import FullParameters
 from support.methods import short, two_models
 from support.world import SingleProcess
 

@@ -16,14 +16,26 @@ from gearbox.config.loader import load_recipe
 from gearbox.data import corpus
 
 # A folder may import only folders before it. Files directly in gearbox/ come before all, and import none.
-LAYERS = ("config", "launch", "kernels", "data", "rows", "checkpoint", "distributed", "model", "reporting", "training")
+LAYERS = (
+    "config",
+    "launch",
+    "kernels",
+    "data",
+    "rows",
+    "checkpoint",
+    "sharding",
+    "distributed",
+    "model",
+    "reporting",
+    "training",
+)
 BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
 LIGHT = ("", "config", "launch")  # these report user errors within half a second
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
-# Exceptions outside distributed/, with the reason.
+# Exceptions outside distributed/ and sharding/, with the reason.
 ENGINES_ELSEWHERE = {
     ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
@@ -172,14 +184,14 @@ def test_a_module_run_as_a_script_does_not_hide_the_standard_library():
     assert "builtin_tasks" in names and not names & sys.stdlib_module_names
 
 
-def test_engines_are_named_in_one_folder():
+def test_engines_are_named_in_two_folders():
     found = {(str(path), name) for path, tree in MODULES.items() for name in identifiers(in_use(tree)) & ENGINES}
-    elsewhere = {pair for pair in found if not pair[0].startswith("distributed/") and pair[0] != "config/gear.py"}
+    theirs = ("distributed/", "sharding/", "config/gear.py")
+    elsewhere = {pair for pair in found if not pair[0].startswith(theirs)}
     assert elsewhere == set(ENGINES_ELSEWHERE)
-    present = {("engine.py", "accelerate"), ("sharded_state.py", "deepspeed"), ("sharded_state.py", "DTensor")}
-    assert {(f"distributed/{name}", engine) for name, engine in present} <= found, (
-        "a renamed engine would make this test empty"
-    )
+    state = "sharding/sharded_state.py"
+    present = {("distributed/engine.py", "accelerate"), (state, "deepspeed"), (state, "DTensor")}
+    assert present <= found, "a renamed engine would make this test empty"
     evaluation = imported([*ast.walk(MODULES[Path("training/evaluation.py")])])
     assert {name for name in evaluation if "accelerate" in name} == {"accelerate.utils.broadcast"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gearbox.distributed.unwrap import unwrap_optimizer
+from gearbox.sharding.unwrap import unwrap_optimizer
 from support.faults import Step, at_step, patch_step
 from support.ranks import Outcome
 

@@ -26,7 +26,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.config.recipe import Perf, Recipe
-from gearbox.distributed import fsdp_loading, sequence_parallel, sharded_state, tensor_parallel
+from gearbox.distributed import sequence_parallel, tensor_parallel
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.pipeline_stages import Stage
 from gearbox.distributed.process_group import ProcessGroup, fill_sizes_by_width, runs_on_cpu
@@ -35,17 +35,18 @@ from gearbox.distributed.tensor_parallel import (
     norm_of_shards,
     split_groups_by_mesh,
 )
-from gearbox.distributed.unwrap import (
+from gearbox.errors import UserError, one_line
+from gearbox.kernels import attention
+from gearbox.kernels.blocks import blocks_of
+from gearbox.rows.batches import IGNORE_INDEX, Batch, PackedRows
+from gearbox.sharding import fsdp_loading, sharded_state
+from gearbox.sharding.unwrap import (
     checking_hooks,
     gather_ahead,
     step_on_local_shards,
     unwrap_optimizer,
     without_adapter,
 )
-from gearbox.errors import UserError, one_line
-from gearbox.kernels import attention
-from gearbox.kernels.blocks import blocks_of
-from gearbox.rows.batches import IGNORE_INDEX, Batch, PackedRows
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from gearbox.distributed.unwrap import decoder_of, text_class
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.sharding.unwrap import decoder_of, text_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from gearbox.config.gear import Gear
-from gearbox.distributed.unwrap import without_adapter
+from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -19,11 +19,11 @@ from gearbox.config.gear import Gear
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, process_group
 from gearbox.distributed.pipeline_parallel import Pipeline
-from gearbox.distributed.sharded_state import Zero3Shard, shard_of
 from gearbox.distributed.tensor_parallel import split_parameters
-from gearbox.distributed.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
+from gearbox.sharding.sharded_state import Zero3Shard, shard_of
+from gearbox.sharding.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.world import World, merged
 
 if TYPE_CHECKING:

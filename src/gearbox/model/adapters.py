@@ -28,10 +28,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from gearbox.config.adapter_settings import WEIGHTS, SavedAdapter, read_adapter_config, saved_adapter_settings
 from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
-from gearbox.distributed.full_parameters import copy_full_
-from gearbox.distributed.unwrap import decoder_of, is_composite, without_adapter
 from gearbox.errors import UserError, nearest, one_line
 from gearbox.model.pretrained import Pretrained
+from gearbox.sharding.full_parameters import copy_full_
+from gearbox.sharding.unwrap import decoder_of, is_composite, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

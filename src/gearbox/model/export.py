@@ -29,10 +29,10 @@ from transformers.core_model_loading import (
 from gearbox import filesystem
 from gearbox.checkpoint.shards import DTYPES
 from gearbox.distributed import pipeline_stages
-from gearbox.distributed.full_parameters import FullParameters
-from gearbox.distributed.unwrap import is_composite, without_adapter
 from gearbox.model import dropout
 from gearbox.model.pretrained import ADAPTER, INDEX, Pretrained
+from gearbox.sharding.full_parameters import FullParameters
+from gearbox.sharding.unwrap import is_composite, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel

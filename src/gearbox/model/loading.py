@@ -25,8 +25,6 @@ from gearbox import ROOT
 from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
-from gearbox.distributed.full_parameters import keeping_loaded_weights
-from gearbox.distributed.unwrap import is_composite, model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.filesystem import digest_of
 from gearbox.kernels import blocks, libraries
@@ -34,6 +32,8 @@ from gearbox.kernels.attention import DOCUMENTS
 from gearbox.kernels.install import install_kernels
 from gearbox.model import adapters, dropout, loss
 from gearbox.model.pretrained import Pretrained
+from gearbox.sharding.full_parameters import keeping_loaded_weights
+from gearbox.sharding.unwrap import is_composite, model_class, text_class, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

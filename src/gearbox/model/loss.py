@@ -18,10 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
-from gearbox.distributed.unwrap import decoder_of, without_adapter
 from gearbox.kernels import head as heads
 from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
 from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.sharding.unwrap import decoder_of, without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from gearbox.config.recipe import Optim, Schedule
-from gearbox.distributed.full_parameters import local_and_computed
 from gearbox.model.probes import numberless
+from gearbox.sharding.full_parameters import local_and_computed
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the polynomial of https://kellerjordan.github.io/posts/muon

@@ -16,13 +16,13 @@ from torch import nn
 
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.engine import Engine
-from gearbox.distributed.unwrap import model_class, text_class, without_adapter
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.kernels import attention
 from gearbox.kernels.attention import DOCUMENTS
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
 from gearbox.rows.batches import IGNORE_INDEX, PackedRows, fullest_rows
+from gearbox.sharding.unwrap import model_class, text_class, without_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast

@@ -19,10 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
-from gearbox.distributed import unwrap
 from gearbox.errors import UserError, one_line
 from gearbox.model import loading
 from gearbox.model.pretrained import Pretrained
+from gearbox.sharding import unwrap
 from gearbox.world import World
 
 WIDTH, HEADS, HEAD_DIM, ROPE_DIM, INNER, EXPERT_INNER = 64, 4, 16, 8, 128, 64

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from gearbox.distributed.unwrap import without_adapter
 from gearbox.errors import UserError
 from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

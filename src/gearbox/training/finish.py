@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from gearbox import ROOT, processes
 from gearbox.console import format_bytes, make_console, styled
 from gearbox.distributed.engine import Engine
-from gearbox.distributed.full_parameters import FullParameters
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
 from gearbox.launch.environment import without_launcher
@@ -24,6 +23,7 @@ from gearbox.model import adapters, export
 from gearbox.reporting import html_report, preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
+from gearbox.sharding.full_parameters import FullParameters
 from gearbox.training.run_folder import Run
 
 NUM_SHOWN_DOCUMENTS = 5  # in the report

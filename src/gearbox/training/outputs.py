@@ -11,11 +11,11 @@ from gearbox.checkpoint.manifest import Manifest, WrittenBy
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.loader import recipe_for_manifest
-from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
 from gearbox.reporting.metrics import Metrics
 from gearbox.reporting.plan import Plan
+from gearbox.sharding import sharded_state
 from gearbox.training import run_folder
 from gearbox.training.run_folder import Run
 

@@ -24,7 +24,6 @@ from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
-from gearbox.distributed import sharded_state
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
@@ -33,6 +32,7 @@ from gearbox.model import dropout
 from gearbox.redact import redacted, secrets
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.splits import Dropped
+from gearbox.sharding import sharded_state
 from gearbox.training import leftovers, resume
 from gearbox.world import World
 

@@ -19,10 +19,9 @@ from gearbox.config.loader import located
 from gearbox.console import make_console, styled
 from gearbox.data.corpus import Builder, MappedCorpus
 from gearbox.distributed import engine as engines
-from gearbox.distributed import pipeline_stages, process_group, sequence_parallel, sharded_state, verification
+from gearbox.distributed import pipeline_stages, process_group, sequence_parallel, verification
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
-from gearbox.distributed.unwrap import without_adapter
 from gearbox.distributed.verification import EngineFacts
 from gearbox.errors import UserError
 from gearbox.kernels.install import installed_kernels
@@ -37,6 +36,8 @@ from gearbox.rows import arranged, stream
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
+from gearbox.sharding import sharded_state
+from gearbox.sharding.unwrap import without_adapter
 from gearbox.training import resume, run_folder
 from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run

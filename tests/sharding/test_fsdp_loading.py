@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading, modeling_utils
 
 import loading
-from gearbox.distributed import fsdp_loading
-from gearbox.distributed.fsdp_loading import OWN_ROWS, RowRange
+from gearbox.sharding import fsdp_loading
+from gearbox.sharding.fsdp_loading import OWN_ROWS, RowRange
 from gearbox.training import session
 from support.documents import make_chats
 from support.small_models import small_model

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from gearbox.distributed.sharded_state import block_offsets, persistent_buffers, shard_of
-from gearbox.distributed.unwrap import resharded_parameters
+from gearbox.sharding.sharded_state import block_offsets, persistent_buffers, shard_of
+from gearbox.sharding.unwrap import resharded_parameters
 from gearbox.world import World
 
 

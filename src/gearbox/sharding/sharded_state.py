@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gearbox.checkpoint.shards import Scalar, ShardReader, TensorShard, scalars_from_json, scalars_to_json
-from gearbox.distributed.unwrap import STEPPED_SHARD, resharded_parameters, unwrap_optimizer
 from gearbox.errors import UserError
+from gearbox.sharding.unwrap import STEPPED_SHARD, resharded_parameters, unwrap_optimizer
 from gearbox.world import World, merged
 
 

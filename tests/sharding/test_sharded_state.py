@@ -7,8 +7,8 @@ import torch
 
 from gearbox.checkpoint import shards
 from gearbox.config.recipe import Optim
-from gearbox.distributed import sharded_state
 from gearbox.model.optimizer import make_optimizer
+from gearbox.sharding import sharded_state
 from support.world import SingleProcess
 
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed.sharding_utils import _dtensor_from_local_like
 
-from gearbox.distributed.sharded_state import block_offsets, persistent_buffers
-from gearbox.distributed.unwrap import are_separate, shares_parameters, without_adapter
 from gearbox.errors import UserError, one_line
+from gearbox.sharding.sharded_state import block_offsets, persistent_buffers
+from gearbox.sharding.unwrap import are_separate, shares_parameters, without_adapter
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
