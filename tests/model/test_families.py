@@ -107,7 +107,7 @@ def test_a_family_trains_the_same_with_ring_attention(rehearse, family, settings
             "phi3",
             LONG_ROPE,
             ("ring",),
-            "batch.row_tokens: above 32 tokens phi3 rotates positions by the length of the row",
+            "batch.row_tokens: above 32 tokens phi3 rotates positions by the length of rows",
         ),
     ],
 )

@@ -195,8 +195,8 @@ def check_divided_rows(config: PretrainedConfig, tokenizer: PreTrainedTokenizerF
     """
     if (limit := _fixed_rope_limit(config)) < row_tokens:
         raise UserError(
-            f"batch.row_tokens: above {limit:,} tokens {config.model_type} rotates positions by the length of the row, "
-            f"which ranks that share it do not see; use {limit} or less"
+            f"batch.row_tokens: above {limit:,} tokens {config.model_type} rotates positions by the length of rows, "
+            f"which these ranks share; use {limit} or less"
         )
     positions, kept = _narrow_positions(), list[torch.Tensor]()
     model, tokens = _narrow_copy(_with_narrow_window(config), tokenizer, positions.shape[1], DOCUMENTS)
