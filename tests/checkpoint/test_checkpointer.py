@@ -91,7 +91,7 @@ def test_every_failure_of_a_save_is_retried(train, monkeypatch):
     assert failed.keys() == {4, 6, 8, 10, 14}
     assert failed[4] == "rank 1: RuntimeError: CUDA error: out of memory"
     assert failed[6] == "rank 0: RuntimeError: CUDA error: an illegal memory access"
-    assert failed[8].startswith("rank 1: host memory: Cannot allocate memory: needs ")
+    assert failed[8].startswith("rank 1: host memory: has ")
     assert failed[14] == "rank 1: RuntimeError: can't start new thread"
     assert outcome.output.count("not written") == 5 and outcome.output.count("from now on training waits") == 2
     assert [line["saved"] for line in outcome.lines("saved")] == [2, 12, 16, 17]
@@ -111,7 +111,7 @@ def test_memory_that_is_short_during_the_run(train, monkeypatch):
     assert outcome.codes == [0, 0], outcome.output
     assert "in the foreground" not in outcome.output
     (failure,) = outcome.lines("save_failed")
-    assert "rank 1: host memory: Cannot allocate memory: needs 0.6 MiB, has 0.0 MiB free" in failure["save_error"]
+    assert "rank 1: host memory: has 0.0 MiB free, but a copy of the checkpoint needs 0.6 MiB" in failure["save_error"]
     assert [line["saved"] for line in outcome.lines("saved")] == [4, 6, 8]
     assert ledger.whole_checkpoint(outcome.folder / "checkpoints") == 8
 

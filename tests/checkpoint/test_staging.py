@@ -80,7 +80,7 @@ def test_memory_that_is_not_free_is_not_taken(monkeypatch):
     with pytest.raises(OSError, match="Cannot allocate memory") as short:
         staging.allocate(2**20 + 1)
     text = disk_space.explain_write_error(short.value, None, 2**30)
-    assert text == "host memory: Cannot allocate memory: needs 1.00 GiB, has 1.0 MiB free"
+    assert text == "host memory: has 1.0 MiB free, but a copy of the checkpoint needs 1.00 GiB"
     monkeypatch.setattr(processes, "free_memory", lambda: 2**62)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         staging.allocate(2**60)

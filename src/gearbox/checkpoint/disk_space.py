@@ -89,7 +89,7 @@ def explain_write_error(error: Exception, folder: Path, need: int) -> str:
     """Explain in one line why a shard of `need` bytes could not be staged or written."""
     if lacks_memory(error):
         free = format_bytes(processes.free_memory())
-        return f"{HOST_MEMORY}: {os.strerror(errno.ENOMEM)}: needs {format_bytes(need)}, has {free} free"
+        return f"host memory: has {free} free, but a copy of the checkpoint needs {format_bytes(need)}"
     if isinstance(error, OSError) and error.errno in filesystem.NO_SPACE:
         folder = Path(error.filename or folder)
         free = format_bytes(free_bytes(folder))

@@ -41,6 +41,8 @@ BUILDER_FIRST_SECONDS = 60
 # The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
 MODULES = (row_formats, sources, records, chat_rendering, loss_mask, tokenization)
 
+Numbers = NDArray[Any]  # of the dtype that the column has
+
 
 class MappedDocuments:
     """Tokenized documents in an Arrow file, whose tokens are read from it on access."""
@@ -52,7 +54,7 @@ class MappedDocuments:
         with pyarrow.memory_map(str(path)) as file:
             table = pyarrow.ipc.open_stream(file).read_all()
         chunks = [chunk for chunk in table.to_batches() if len(chunk)]
-        self._numbers: dict[str, list[NDArray[Any]]] = {
+        self._numbers: dict[str, list[Numbers]] = {
             name: [_array(chunk.column(name)) for chunk in chunks]
             for name in ("length", "targets", "hash", "origin", "number")
         }
@@ -93,7 +95,7 @@ class MappedDocuments:
         """Index of the data.path entry of each document."""
         return np.array([origin.source for origin in self.origins], np.int64)[self.origin_ids]
 
-    def _column(self, name: str, dtype: type[np.generic]) -> NDArray[Any]:
+    def _column(self, name: str, dtype: type[np.generic]) -> Numbers:
         chunks = self._numbers[name]
         return np.concatenate(chunks) if chunks else np.empty(0, dtype)
 
@@ -139,7 +141,7 @@ class MappedCorpus(MappedDocuments):
         return [UnusableRecord(*entry) for entry in entries]
 
 
-def _array(column: pyarrow.Array) -> NDArray[Any]:
+def _array(column: pyarrow.Array) -> Numbers:
     """Return the numbers of a column. Its own `to_numpy` would import pandas, which takes as long as a model's load."""
     return np.from_dlpack(column)
 
@@ -152,7 +154,7 @@ class _ListColumn:
     def __init__(self, column: pyarrow.ListArray) -> None:
         self.values, self.offsets = _array(column.values), _array(column.offsets)
 
-    def __getitem__(self, row: int) -> NDArray[Any]:
+    def __getitem__(self, row: int) -> Numbers:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
 

@@ -75,7 +75,7 @@ class Corpus(Documents, Protocol):
 
     @property
     def summaries(self) -> list[OriginSummary]:
-        """One for each origin."""
+        """The forms and counts of each origin's records."""
         ...
 
     @property

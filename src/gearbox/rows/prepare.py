@@ -36,6 +36,7 @@ from gearbox.rows.shard_index import (
     Lengths,
     OriginFacts,
     Question,
+    Settings,
     Shard,
     ShardIndex,
     Uses,
@@ -214,7 +215,7 @@ class Preparation:
         self._refuse_difference(folder, settings | made_with)
         return about
 
-    def _refuse_difference(self, folder: Path, prepared: dict[str, Any]) -> None:
+    def _refuse_difference(self, folder: Path, prepared: Settings) -> None:
         shard_index.refuse_difference(str(folder), prepared, self.settings | self.made_with)
 
     def write_index(self, num_shards: int) -> ShardIndex | None:

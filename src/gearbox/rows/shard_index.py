@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 INDEX, SHARDS, HELD_OUT, DROPPED = "index.json", "shards", "held_out", "dropped.jsonl"
 FORMAT = "gearbox shards 1"
+Settings = dict[str, Any]  # values that JSON can hold, by recipe key
+
 START = json.dumps({"format": FORMAT})[:-1].encode()  # of the file
 MAX_SHARDS, MAX_ROWS = 10**6, 2**40
 
@@ -135,9 +137,9 @@ class ShardIndex(Part):
     """The content of index.json."""
 
     format: Literal["gearbox shards 1"]
-    settings: dict[Text, Any]
+    settings: Settings
     """What the rows depend on, by recipe key."""
-    made_with: dict[Text, Any]
+    made_with: Settings
     """Versions, code, content of the sources, and records per shard: equal in all parts."""
     weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None
     """Weight of each data.path entry, if it has one."""
@@ -215,11 +217,11 @@ def is_index(path: Path) -> bool:
         return False
 
 
-def settings_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def settings_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Settings:
     """Return what the rows depend on, by recipe key. JSON can hold the values."""
     data, added = recipe.data, recipe.model.add_tokens
     content, template, *others = corpus.tokenizer_content(tokenizer)
-    settings: dict[str, Any] = {"batch.row_tokens": recipe.batch.row_tokens}
+    settings: Settings = {"batch.row_tokens": recipe.batch.row_tokens}
     names = ("form", "fields", "split", "roles", "supervise", "supervise_supplied", "long", "text_unit", "on_bad_row")
     settings |= {f"data.{name}": getattr(data, name) for name in (*names, "packing")}
     evaluated = [source.model_dump(exclude={"weight"}) for source in listed(recipe.eval.path or [])]
@@ -232,13 +234,13 @@ def settings_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str,
     return settings
 
 
-def made_with(num_records: int, sources: list[object]) -> dict[str, Any]:
+def made_with(num_records: int, sources: list[object]) -> Settings:
     """Return what all parts of an index share besides the settings."""
     modules = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (packing, splits)]
     return {"--records": num_records, "data.path": _hash(sources), "code": _hash([corpus.code_of_tokens(), modules])}
 
 
-def refuse_difference(name: str, prepared: dict[str, Any], ours: dict[str, Any]) -> None:
+def refuse_difference(name: str, prepared: Settings, ours: Settings) -> None:
     """Raise UserError for the first setting in which shards differ from a recipe, with both values."""
     for key in ours | prepared:
         there, here = prepared.get(key), ours.get(key)

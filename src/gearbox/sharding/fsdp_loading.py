@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def reading(rows: RowRange | None, whole_ends: bool = False) -> Iterator[None]:
     materialize = core_model_loading._materialize_copy
     set_parameter, are_equal = core_model_loading.set_param_for_module, modeling_utils._tied_params_are_equal
 
-    def keep_rows(model: PreTrainedModel, name: str, value: torch.Tensor, *others: Any) -> None:  # noqa: ANN401
+    def keep_rows(model: PreTrainedModel, name: str, value: torch.Tensor, *others: object) -> None:
         """Set a parameter to a stand-in with this rank's rows of `value`, which is mapped from a file."""
         place, _, own_name = name.rpartition(".")
         module = model.get_submodule(place)
@@ -144,7 +144,7 @@ def _collect(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, Any], rows: RowRange) -> None:
+def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, torch.Tensor], rows: RowRange) -> None:
     """Give a model that FSDP2 has sharded on the meta device its weights.
 
     `parts` are this rank's rows. Other weights, such as a new adapter's, are taken from rank 0's `full`, unless tensor
@@ -157,7 +157,8 @@ def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, Any]
         if name in parts:
             local = parts[name]
         elif has_tp:
-            local = rows.copy(full[name].to_local() if isinstance(full[name], DTensor) else full[name], sharded.dtype)
+            whole = full[name]
+            local = rows.copy(whole.to_local() if isinstance(whole, DTensor) else whole, sharded.dtype)
         else:
             sent = full[name].detach().to(sharded.device_mesh.device_type).contiguous()
             dist.broadcast(sent, 0)
