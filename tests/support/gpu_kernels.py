@@ -18,7 +18,7 @@ FAMILIES = {  # with what differs from the usual settings
     "llama with wide heads": {"head_dim": 320},  # too wide for the GPU's kernel: torch's sdpa for each document
 }
 DOCUMENT_LENGTHS = [[100, 1, 60, 95], [256]]  # of each row
-EXACT = 1e-5  # the largest error in fp32
+EXACT = 1e-4  # the largest error in fp32; kernels of GPUs emulate fp32 by three products of less
 # In this order: cuDNN's kernels and those of flash-attn have `flash` in their names, too.
 KERNELS = {
     "cudnn": r"cudnn.*(sdpa|flash|fprop|bprop)",
