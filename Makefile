@@ -7,7 +7,7 @@ GEAR ?= fsdp
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults attacks matrix zoo templates cells commands cluster slurm-test \
+.PHONY: help setup packages train quick test lint faults attacks matrix zoo templates cells commands cluster slurm-test gpu \
 	image image-test bench pictures schema smollm2 lock clean
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ cluster: $(STAMP)  ## train on two hosts that lose their connection (20 min; nee
 
 slurm-test: $(STAMP)  ## run jobs on a real two-node Slurm (45 min; needs root, slurm-wlm and munge)
 	$(BIN)/pytest -m slurm
+
+gpu: $(STAMP)  ## run every gear and method on this machine's GPUs, and write docs/gpu.md (40 min; resumes if stopped)
+	$(BIN)/python tests/support/gpu.py
 
 commands: $(STAMP)  ## run every command of README and docs as a user would
 	$(BIN)/pytest -m commands

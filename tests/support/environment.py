@@ -1,4 +1,7 @@
-"""Set the environment of every test before torch and datasets read it: one core, no GPU, no Hub, a private cache."""
+"""Set the environment of every test before torch and datasets read it: one core, no GPU, no Hub, a private cache.
+
+Only the tests that `make gpu` starts see GPUs, and use all cores.
+"""
 
 import os
 import tempfile
@@ -9,10 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = tempfile.TemporaryDirectory(prefix="gearbox-tests-")
 os.environ.update(
     HF_DATASETS_CACHE=CACHE.name,
-    OMP_NUM_THREADS="1",
-    DS_ACCELERATOR="cpu",
-    CUDA_VISIBLE_DEVICES="",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
+if "GEARBOX_TEST_GPUS" not in os.environ:
+    os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 os.chdir(ROOT)
