@@ -121,10 +121,49 @@ GPU3\tSYS\tSYS\tPHB\t X \t16-31\t1
 
 
 def test_topologies():
-    (found,) = gpus.check_topology(NVSWITCH, 2)
+    (found,) = gpus.check_topology(NVSWITCH, [0, 1])
     assert found.text == "NVLink between all 2 GPUs (NV18)"
-    (found,) = gpus.check_topology(TWO_SOCKETS, 4)
+    (found,) = gpus.check_topology(TWO_SOCKETS, range(4))
     assert found.text.startswith(
         "pairs without NVLink: 4 over SYS (0-2, 0-3, 1-2, 1-3); 1 over PHB (2-3); SYS crosses CPU sockets"
     )
-    assert [*gpus.check_topology(NVSWITCH, 1)] == [*gpus.check_topology("", 2)] == []
+    (found,) = gpus.check_topology(TWO_SOCKETS, [3, 1])
+    assert found.text.startswith("pairs without NVLink: 1 over SYS (1-3);")
+    assert [*gpus.check_topology(NVSWITCH, [1])] == [*gpus.check_topology("", [0, 1])] == []
+
+
+LISTING = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1f2a0000-0000-0000-0000-000000000000)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1f2b0000-0000-0000-0000-000000000000)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-77770000-0000-0000-0000-000000000000)
+  MIG 3g.20gb     Device  0: (UUID: MIG-aaaa0000-0000-0000-0000-000000000000)
+  MIG 3g.20gb     Device  1: (UUID: MIG-aaab0000-0000-0000-0000-000000000000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "visible"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1gpu", [1]),
+        ("0,3,1", [0]),  # there is no GPU 3, and the list ends there
+        ("0,-1,1", [0]),
+        ("0,GPU-7777", [0]),
+        ("1,1", []),
+        ("GPU-1f2b,GPU-7777", [1, 2]),
+        ("GPU-1f2", []),  # the first characters of two GPUs
+        ("GPU-7777,GPU-none,GPU-1f2a", [2]),
+        ("GPU-7777,0", [2]),
+        ("GPU-7777,GPU-77770", []),
+        ("MIG-aaab0000-0000-0000-0000-000000000000", [2]),
+        ("MIG-aaaa,MIG-aaab", [2]),
+        ("MIG-aaa", []),
+        ("none", []),
+    ],
+)
+def test_only_the_gpus_that_cuda_shows(chosen, visible):
+    assert nvidia_smi.visible_gpus(LISTING, chosen) == visible

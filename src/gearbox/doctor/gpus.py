@@ -44,8 +44,9 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
         text = f"{num_ranks} ranks on this machine, but {num_gpus} GPUs"
         findings.append(Finding("red", "gpus", text, f"use --num_processes {num_gpus} per machine"))
     try:
-        findings += check_gpus(nvidia_smi.query_gpus(FIELDS))
-        findings += check_topology(nvidia_smi.run("topo", "-m"), num_gpus)
+        visible = nvidia_smi.visible_gpus(nvidia_smi.run("-L"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        findings += check_gpus([row for row in nvidia_smi.query_gpus(FIELDS) if int(row["index"]) in visible])
+        findings += check_topology(nvidia_smi.run("topo", "-m"), visible)
     except (OSError, subprocess.SubprocessError) as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"failed: {error}"
         advice = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere look for Xid errors in dmesg"
@@ -139,10 +140,10 @@ def _gib(row: Mapping[str, str]) -> str:
     return f"{int(total) / 1024:.0f} GiB" if total.isdigit() else ""
 
 
-def check_topology(matrix: str, num_gpus: int) -> Iterator[Finding]:
-    """Report how the GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
-    pairs_by_link = nvidia_smi.parse_matrix(matrix)
-    if num_gpus < 2 or not pairs_by_link:
+def check_topology(matrix: str, visible: Sequence[int]) -> Iterator[Finding]:
+    """Report how visible GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
+    pairs_by_link = nvidia_smi.parse_matrix(matrix, visible)
+    if not pairs_by_link:
         return
     nvlinks = sorted(link for link in pairs_by_link if link.startswith("NV"))
     others = {link: pairs for link, pairs in pairs_by_link.items() if link not in nvlinks}
