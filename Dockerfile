@@ -9,11 +9,12 @@ LABEL org.opencontainers.image.title="Gearbox" \
       org.opencontainers.image.description="One training script for language models; an Accelerate config chooses the engine" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Triton needs gcc at run time. tini runs as PID 1: it forwards signals and reaps orphans of dead ranks.
+# Triton needs gcc at run time. NCCL opens libibverbs and its providers for InfiniBand, and uses sockets without. tini runs as PID 1: it forwards signals and reaps orphans of dead ranks.
 # Versions are not pinned: Debian mirrors keep only the newest of a release, and the base's digest fixes the release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev tini \
+        libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log \
     && groupadd --gid 10001 gearbox \
     && useradd --uid 10001 --gid 10001 --create-home gearbox \

@@ -5,9 +5,11 @@ The image's build runs this script. It exits with code 1 and prints a line for e
 - a package that is missing, is not in the lock file, or has another version;
 - an unmet requirement of a package;
 - a library or a module of Gearbox that does not import;
-- no working C compiler.
+- no working C compiler;
+- no library for InfiniBand.
 """
 
+import ctypes
 import importlib
 import re
 import subprocess
@@ -18,6 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
+RDMA_LIBRARY = "libibverbs.so.1"  # the name that NCCL opens
 INSTALLER = "pip"  # comes with the virtual environment
 MIN_MODULES = 80  # Gearbox has more; fewer means that SOURCE is the wrong folder
 
@@ -77,6 +80,10 @@ def main(lock: Path) -> list[str]:
         )  # fmt: skip
     if compiled.returncode:
         problems.append(f"gcc cannot compile an extension, which Triton needs: {compiled.stderr.strip()}")
+    try:
+        ctypes.CDLL(RDMA_LIBRARY)
+    except OSError as error:
+        problems.append(f"NCCL cannot use InfiniBand: {error}")
     return problems + failed_imports()
 
 

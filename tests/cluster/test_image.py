@@ -13,11 +13,12 @@ import yaml
 from packaging.requirements import Requirement
 
 from gearbox import ROOT
+from gearbox.doctor import network
 from gearbox.launch.supervisor import SHUTDOWN_SECONDS
 from support.repository import plant
 
 sys.path.insert(0, str(ROOT / "docker"))
-from verify import MIN_MODULES, canonical, differences, locked_versions, own_modules
+from verify import MIN_MODULES, RDMA_LIBRARY, canonical, differences, locked_versions, own_modules
 
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "requirements").glob("*.lock"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -76,6 +77,13 @@ def test_verify_finds_modules_in_their_folders():
     names = own_modules()
     assert {"train", "gearbox", "gearbox.redact", "gearbox.launch", "gearbox.launch.supervisor"} <= {*names}
     assert len(names) >= MIN_MODULES and len(names) == len({*names})
+
+
+def test_the_image_has_the_libraries_of_infiniband():
+    """NCCL opens them at run time and is silent without, so the build opens one and the doctor names the packages."""
+    installed = re.search(r"apt-get install (.*?)&&", (ROOT / "Dockerfile").read_text(), re.S)[1].split()
+    assert {*network.RDMA_PACKAGES.split()} <= {*installed}
+    assert RDMA_LIBRARY == network.RDMA_LIBRARY
 
 
 def test_every_image_and_action_is_pinned():

@@ -1,8 +1,12 @@
 """Drivers, GPUs and topologies of other machines are judged from the output of NVIDIA's tools."""
 
+import json
+import sys
+
+import pytest
 import torch
 
-from gearbox.doctor import gpus
+from gearbox.doctor import gpus, nvidia_smi
 
 
 def test_drivers(monkeypatch, tmp_path):
@@ -26,21 +30,74 @@ def test_drivers(monkeypatch, tmp_path):
     assert verdict(None, "13.0", 0)[0] == "green"
 
 
-def test_gpus_that_are_in_use_broken_or_hot():
-    row = "{}, NVIDIA H100 80GB HBM3, 81559, {}, {}, Not Active, {}\n"
-    clean = "".join(row.format(i, 4, 0, "Not Active") for i in range(4))
-    (found,) = gpus.check_gpus(clean)
+NVIDIA_SMI = """\
+#!{python}
+import json, sys
+gpus = json.load(open({gpus!r}))
+if sys.argv[1].startswith("--query-gpu="):
+    fields = sys.argv[1].partition("=")[2].split(",")
+    for field in fields:
+        if field not in gpus[0]:
+            sys.exit(print(f'Field "{{field}}" is not a valid field to query.') or 2)
+    for gpu in gpus:
+        print(", ".join(gpu[field] for field in fields))
+"""
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "memory.total": "81559",
+    "memory.used": "4",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "clocks_throttle_reasons.hw_slowdown": "Not Active",
+    "clocks_throttle_reasons.sw_thermal_slowdown": "Not Active",
+}
+
+
+@pytest.fixture
+def install_gpus(tmp_path, monkeypatch):
+    """Install an nvidia-smi that prints the fields of these GPUs, and refuses others as the real one does."""
+
+    def install(*gpus: dict[str, str]) -> None:
+        described = [{"index": str(index), **gpu} for index, gpu in enumerate(gpus)]
+        (tmp_path / "gpus.json").write_text(json.dumps(described))
+        path = tmp_path / "nvidia-smi"
+        path.write_text(NVIDIA_SMI.format(python=sys.executable, gpus=str(tmp_path / "gpus.json")))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return install
+
+
+def test_gpus_that_are_in_use_broken_or_hot(install_gpus):
+    install_gpus(*[H100] * 4)
+    (found,) = gpus.check_gpus(nvidia_smi.query_gpus(gpus.FIELDS))
     assert (found.colour, found.text) == ("green", "4 x NVIDIA H100 80GB HBM3 80 GiB, free")
-    table = row.format(0, 70000, 0, "Not Active") + row.format(1, 4, 2, "Not Active") + row.format(2, 4, 0, "Active")
-    colours = {finding.text: finding.colour for finding in gpus.check_gpus(table)}
+    install_gpus(
+        H100 | {"memory.used": "70000"},
+        H100 | {"ecc.errors.uncorrected.volatile.total": "2"},
+        H100 | {"clocks_throttle_reasons.sw_thermal_slowdown": "Active"},
+    )
+    colours = {finding.text: finding.colour for finding in gpus.check_gpus(nvidia_smi.query_gpus(gpus.FIELDS))}
     assert set(colours.values()) == {"yellow"}
     assert [*colours] == [
         "memory in use: 68.4 of 80 GiB on GPU 0",
         "GPU 1: 2 uncorrected ECC errors since the driver loaded",
         "GPU 2: clocks reduced by heat or power",
     ]
-    (found,) = gpus.check_gpus("0, NVIDIA GeForce RTX 4090, 24564, 12, [N/A], Not Active, Not Active\n")
+    install_gpus(H100 | {"name": "NVIDIA GeForce RTX 4090", "ecc.errors.uncorrected.volatile.total": "[N/A]"})
+    (found,) = gpus.check_gpus(nvidia_smi.query_gpus(gpus.FIELDS))
     assert found.colour == "green"
+
+
+def test_a_field_that_a_driver_dropped_hides_only_itself(install_gpus):
+    for dropped in gpus.FIELDS:
+        left = {field: value for field, value in H100.items() if field != dropped}
+        install_gpus(left, left)
+        (found,) = gpus.check_gpus(nvidia_smi.query_gpus(gpus.FIELDS))
+        assert found.colour == "green" and found.text.endswith(f", free; nvidia-smi lacks {dropped}")
+    left = {field: value for field, value in H100.items() if field not in gpus.SLOWDOWNS}
+    install_gpus(left, left | {"memory.used": "70000"})
+    (found,) = gpus.check_gpus(nvidia_smi.query_gpus(gpus.FIELDS))
+    assert found.text == "memory in use: 68.4 of 80 GiB on GPU 1"
 
 
 NVSWITCH = """\
@@ -64,10 +121,49 @@ GPU3\tSYS\tSYS\tPHB\t X \t16-31\t1
 
 
 def test_topologies():
-    (found,) = gpus.check_topology(NVSWITCH, 2)
+    (found,) = gpus.check_topology(NVSWITCH, [0, 1])
     assert found.text == "NVLink between all 2 GPUs (NV18)"
-    (found,) = gpus.check_topology(TWO_SOCKETS, 4)
+    (found,) = gpus.check_topology(TWO_SOCKETS, range(4))
     assert found.text.startswith(
         "pairs without NVLink: 4 over SYS (0-2, 0-3, 1-2, 1-3); 1 over PHB (2-3); SYS crosses CPU sockets"
     )
-    assert [*gpus.check_topology(NVSWITCH, 1)] == [*gpus.check_topology("", 2)] == []
+    (found,) = gpus.check_topology(TWO_SOCKETS, [3, 1])
+    assert found.text.startswith("pairs without NVLink: 1 over SYS (1-3);")
+    assert [*gpus.check_topology(NVSWITCH, [1])] == [*gpus.check_topology("", [0, 1])] == []
+
+
+LISTING = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1f2a0000-0000-0000-0000-000000000000)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1f2b0000-0000-0000-0000-000000000000)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-77770000-0000-0000-0000-000000000000)
+  MIG 3g.20gb     Device  0: (UUID: MIG-aaaa0000-0000-0000-0000-000000000000)
+  MIG 3g.20gb     Device  1: (UUID: MIG-aaab0000-0000-0000-0000-000000000000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "visible"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("1gpu", [1]),
+        ("0,3,1", [0]),  # there is no GPU 3, and the list ends there
+        ("0,-1,1", [0]),
+        ("0,GPU-7777", [0]),
+        ("1,1", []),
+        ("GPU-1f2b,GPU-7777", [1, 2]),
+        ("GPU-1f2", []),  # the first characters of two GPUs
+        ("GPU-7777,GPU-none,GPU-1f2a", [2]),
+        ("GPU-7777,0", [2]),
+        ("GPU-7777,GPU-77770", []),
+        ("MIG-aaab0000-0000-0000-0000-000000000000", [2]),
+        ("MIG-aaaa,MIG-aaab", [2]),
+        ("MIG-aaa", []),
+        ("none", []),
+    ],
+)
+def test_only_the_gpus_that_cuda_shows(chosen, visible):
+    assert nvidia_smi.visible_gpus(LISTING, chosen) == visible

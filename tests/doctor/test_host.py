@@ -81,7 +81,7 @@ def test_one_machine_is_checked_without_torch(tmp_path):
     ended = shell(f"python -c {shlex.quote(code)}", tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     names = [line.split()[1] for line in ended.stdout.splitlines()[:-1] if not line.startswith(" ")]
-    assert names == ["versions", "driver", "shm", "limits", "memory", "disk", "address", "hub"]
+    assert names == ["versions", "driver", "shm", "limits", "memory", "disk", "rdma", "address", "hub"]
 
 
 def test_versions_out_of_bounds_and_untested():

@@ -1,5 +1,6 @@
-"""The doctor checks the address that other machines get, and access to the Hub."""
+"""The doctor checks InfiniBand, the address that other machines get, and access to the Hub."""
 
+import ctypes.util
 import threading
 
 import pytest
@@ -36,6 +37,19 @@ def test_the_address_that_other_machines_get(resolved, environment, colour, word
         assert "GLOO_SOCKET_IFNAME=eth1" in found.advice  # the interface on the route to the first machine
     alone = network.check_address(addresses, 1, 8, environment)
     assert alone.colour == "green"
+
+
+def test_infiniband_without_its_library(tmp_path):
+    assert network.rdma_devices(tmp_path / "none") == network.rdma_devices(tmp_path) == []
+    for name in ("mlx5_1", "mlx5_0"):
+        (tmp_path / name).mkdir()
+    devices = network.rdma_devices(tmp_path)
+    assert network.check_rdma([], "libnone.so.1").colour == "green"
+    found = network.check_rdma(devices, "libnone.so.1")
+    assert found.colour == "yellow"
+    assert found.text.startswith("mlx5_0, mlx5_1 cannot be used without libnone.so.1; NCCL between machines falls back")
+    assert network.check_rdma(devices, ctypes.util.find_library("c")).colour == "green"
+    assert network.RDMA_PACKAGES in found.advice
 
 
 def test_the_hub_never_blocks_and_is_never_red(monkeypatch):

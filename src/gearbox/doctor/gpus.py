@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gearbox.doctor import nvidia_smi
 from gearbox.doctor.finding import Finding
 
 if TYPE_CHECKING:
@@ -21,15 +21,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 # CUDA major version -> oldest driver that supports it (from NVIDIA's table of minor version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 TAKEN_MIB = 1024  # on an idle GPU the driver itself uses a few hundred MiB
-SMI_SECONDS = 10
-COLUMNS = (
-    "index",
+SLOWDOWNS = ("clocks_throttle_reasons.hw_slowdown", "clocks_throttle_reasons.sw_thermal_slowdown")
+FIELDS = (
     "name",
     "memory.total",
     "memory.used",
     "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown",
-    "clocks_throttle_reasons.sw_thermal_slowdown",
+    *SLOWDOWNS,
 )
 
 
@@ -46,8 +44,9 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
         text = f"{num_ranks} ranks on this machine, but {num_gpus} GPUs"
         findings.append(Finding("red", "gpus", text, f"use --num_processes {num_gpus} per machine"))
     try:
-        findings += check_gpus(_smi(f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits"))
-        findings += check_topology(_smi("topo", "-m"), num_gpus)
+        visible = nvidia_smi.visible_gpus(nvidia_smi.run("-L"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        findings += check_gpus([row for row in nvidia_smi.query_gpus(FIELDS) if int(row["index"]) in visible])
+        findings += check_topology(nvidia_smi.run("topo", "-m"), visible)
     except (OSError, subprocess.SubprocessError) as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"failed: {error}"
         advice = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere look for Xid errors in dmesg"
@@ -100,17 +99,18 @@ def check_driver(driver: str | None, cuda: str | None, num_gpus: int) -> Finding
     return Finding("green", "driver", f"NVIDIA driver {driver}, torch's CUDA {cuda}, {num_gpus} GPUs")
 
 
-def check_gpus(table: str) -> Iterator[Finding]:
-    """Check memory, ECC errors and slowdowns in the rows of nvidia-smi --query-gpu with COLUMNS."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
-    rows = [row for row in rows if len(row) == len(COLUMNS)]
+def check_gpus(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Check memory, ECC errors and slowdowns in the rows of nvidia_smi.query_gpus(FIELDS)."""
     taken, broken, slowed = [], [], []
-    for index, _, total, used, errors, *slowdowns in rows:
+    for row in rows:
+        index, used = row["index"], row.get("memory.used", "")
+        errors = row.get("ecc.errors.uncorrected.volatile.total", "")
         if used.isdigit() and int(used) > TAKEN_MIB:
-            taken.append(f"{int(used) / 1024:.1f} of {int(total) / 1024:.0f} GiB on GPU {index}")
+            of_total = f" of {_gib(row)}" if _gib(row) else " GiB"
+            taken.append(f"{int(used) / 1024:.1f}{of_total} on GPU {index}")
         if errors.isdigit() and int(errors) > 0:
             broken.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver loaded")
-        if "Active" in slowdowns:
+        if "Active" in (row.get(field) for field in SLOWDOWNS):
             slowed.append(index)
     if taken:
         advice = "find the process with nvidia-smi (or fuser -v /dev/nvidia* if it lists none), and end it"
@@ -124,49 +124,42 @@ def check_gpus(table: str) -> Iterator[Finding]:
             "yellow", "gpus", text, "run nvidia-smi -q -d PERFORMANCE for the cause; check cooling and power supply"
         )
     if rows and not (taken or broken or slowed):
-        yield Finding("green", "gpus", f"{_count_kinds(rows)}, free")
+        unknown = [field for field in FIELDS if field not in rows[0]]
+        text = f"{_count_kinds(rows)}, free" + (f"; nvidia-smi lacks {', '.join(unknown)}" if unknown else "")
+        yield Finding("green", "gpus", text)
 
 
-def _count_kinds(rows: list[list[str]]) -> str:
+def _count_kinds(rows: Sequence[Mapping[str, str]]) -> str:
     """Return the GPUs by kind, such as `4 x NVIDIA H100 80GB HBM3 80 GiB`."""
-    kinds = [f"{name} {int(total) / 1024:.0f} GiB" if total.isdigit() else name for _, name, total, *_ in rows]
-    return ", ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
+    kinds = Counter(f"{row.get('name', 'GPU')} {_gib(row)}".strip() for row in rows)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
 
 
-def check_topology(matrix: str, num_gpus: int) -> Iterator[Finding]:
-    """Report how the GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
-    pairs_by_link = _parse_topology(matrix)
-    if num_gpus < 2 or not pairs_by_link:
+def _gib(row: Mapping[str, str]) -> str:
+    total = row.get("memory.total", "")
+    return f"{int(total) / 1024:.0f} GiB" if total.isdigit() else ""
+
+
+def check_topology(matrix: str, visible: Sequence[int]) -> Iterator[Finding]:
+    """Report how visible GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
+    pairs_by_link = nvidia_smi.parse_matrix(matrix, visible)
+    if not pairs_by_link:
         return
     nvlinks = sorted(link for link in pairs_by_link if link.startswith("NV"))
     others = {link: pairs for link, pairs in pairs_by_link.items() if link not in nvlinks}
     if not others:
-        gpus = {gpu for pairs in pairs_by_link.values() for pair in pairs for gpu in pair.split("-")}
+        gpus = {gpu for pairs in pairs_by_link.values() for pair in pairs for gpu in pair}
         yield Finding("green", "topology", f"NVLink between all {len(gpus)} GPUs ({', '.join(nvlinks)})")
         return
-    counts = [
-        f"{len(pairs)} over {link} ({', '.join(pairs[:6])}{', ...' if len(pairs) > 6 else ''})"
-        for link, pairs in others.items()
-    ]
+    counts = [f"{len(pairs)} over {link} ({_shown(pairs)})" for link, pairs in others.items()]
     text = f"pairs without NVLink: {'; '.join(counts)}"
     if "SYS" in others:
         text += "; SYS crosses CPU sockets and is slowest: keep tp and sp groups off it"
     yield Finding("green", "topology", text)
 
 
-def _parse_topology(matrix: str) -> dict[str, list[str]]:
-    """Return the pairs of GPUs (0-1, 0-2, ...) by kind of link; {} with fewer than two GPUs."""
-    rows = [
-        re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in matrix.splitlines()
-    ]  # nvidia-smi underlines the header
-    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
-    names = [name for name in head if re.fullmatch(r"GPU\d+", name)]
-    links = {row[0]: row[1 : 1 + len(names)] for row in rows if row and row[0] in names and "X" in row}
-    pairs: dict[str, list[str]] = {}
-    if len(links) > 1:
-        for (i, a), (j, b) in combinations(enumerate(names), 2):
-            pairs.setdefault(links[a][j] if a in links else links[b][i], []).append(f"{a[3:]}-{b[3:]}")
-    return pairs
+def _shown(pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{a}-{b}" for a, b in pairs[:6]) + (", ..." if len(pairs) > 6 else "")
 
 
 def take_device(local_rank: int) -> torch.device:
@@ -197,9 +190,3 @@ def check_quantizer(cuda: str) -> Iterator[Finding]:
     if cuda.split(".")[0] not in majors:
         text = f"bitsandbytes has no kernels for CUDA {cuda}; QLoRA and 8-bit optimizers will not run"
         yield Finding("yellow", "quantizer", text, "install a newer bitsandbytes, or torch for another CUDA version")
-
-
-def _smi(*arguments: str) -> str:
-    return subprocess.run(
-        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS, check=True
-    ).stdout

@@ -29,7 +29,7 @@ from gearbox.config.gear import Gear
 from gearbox.console import format_bytes_short
 from gearbox.doctor.finding import Finding, shorten
 from gearbox.doctor.gpus import inspect_gpus
-from gearbox.doctor.network import check_hub, in_background, inspect_address
+from gearbox.doctor.network import check_hub, check_rdma, in_background, inspect_address, rdma_devices
 
 if TYPE_CHECKING:
     from gearbox.doctor.rank_registry import RankRegistry
@@ -53,15 +53,17 @@ def inspect_host(
     """Run all checks of this machine that involve no other rank."""
     hub = in_background(lambda: check_hub(os.environ))
     gpus, num_gpus = inspect_gpus(num_local_ranks)
+    rdma = rdma_devices()
     ranks = max(num_local_ranks, num_gpus if world_size == 1 else 1)  # a single rank checks for one rank per GPU
     return [
         *package_versions(installed(), ROOT / "pyproject.toml", ROOT / "constraints.txt"),
         *gpus,
         shared_memory(Path("/dev/shm"), ranks, num_gpus),
-        *limits(world_size, has_rdma=any(Path("/sys/class/infiniband").glob("*"))),
+        *limits(world_size, has_rdma=bool(rdma)),
         memory(ranks),
         disk(runs),
         *(operations(gear, num_gpus) if gear is not None else []),
+        check_rdma(rdma),
         inspect_address(num_machines, num_gpus),
         hub(),
     ]

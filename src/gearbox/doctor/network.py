@@ -1,22 +1,27 @@
-"""Check this machine's network: the address that other machines get, and access to the Hub. Needs no torch."""
+"""Check this machine's network: InfiniBand, the address that other machines get, and the Hub. Needs no torch."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-from gearbox.doctor.finding import Finding
+from gearbox.doctor.finding import Finding, shorten
 from gearbox.launch.environment import LaunchEnvironment
 
 HUB_SECONDS = 3.0
+RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_LIBRARY = "libibverbs.so.1"  # the name that NCCL opens
+RDMA_PACKAGES = "libibverbs1 ibverbs-providers librdmacm1"
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,23 @@ class HostAddresses:
     """The addresses of each network interface."""
     way_out: str | None
     """Its address on the route to the first machine."""
+
+
+def rdma_devices(folder: Path = RDMA_DEVICES) -> list[str]:
+    """Return the names of this machine's InfiniBand and RoCE devices, such as mlx5_0."""
+    return sorted(path.name for path in folder.glob("*"))
+
+
+def check_rdma(devices: Sequence[str], library: str = RDMA_LIBRARY) -> Finding:
+    """Check that the library opens through which NCCL uses these devices."""
+    if not devices:
+        return Finding("green", "rdma", "no InfiniBand or RoCE device")
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        text = f"{shorten(devices)} cannot be used without {library}; NCCL between machines falls back to sockets"
+        return Finding("yellow", "rdma", text, f"apt-get install {RDMA_PACKAGES}, or use the Docker image")
+    return Finding("green", "rdma", f"{shorten(devices)}; {library} opens")
 
 
 def inspect_address(num_machines: int, num_gpus: int) -> Finding:
