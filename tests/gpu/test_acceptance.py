@@ -119,7 +119,7 @@ def test_the_page_shows_results_and_hardware():
     ]
 
 
-KERNELS = {  # names from traces of the libraries' sources, by what ran
+KERNELS = {  # names as in the sources of the libraries, by what ran
     "cudnn": ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_64x128x128_4x1x1_kernel0_0"],
     "flash of torch": ["void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>"],
     "flash of flash-attn": ["void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4>>"],

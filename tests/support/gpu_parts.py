@@ -37,7 +37,6 @@ from support import gpu, gpu_kernels
 
 RECIPE = ROOT / "recipes" / "tiny.yaml"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
-UNPACKED = {"ring": ("data.packing=false",)}  # it cannot isolate packed documents
 NEAR_ADAMW = 5e-3
 ADAPTERS = {"lora": ("adapter.method=lora",), "qlora": ("adapter.method=lora", "model.quantize=nf4")}
 SMALLER = 0.75  # than the checkpoint of adamw: two moments of 1 byte instead of 4, besides the weight's 4
@@ -126,9 +125,8 @@ def run_parity(setting: Setting, figures: dict[str, str], name: str, precision: 
     ranks = gpu.ranks_of(name, setting.num_gpus or 2)
     gear = gear_in(precision, name, ranks, setting.folder / "gears")
     figures["ranks"] = str(ranks)
-    changes = UNPACKED.get(name, ())
-    expected = Compared("single", reference(setting, precision, *changes))
-    run = train(gear, setting.folder / f"parity-{name}-{precision}", setting.arguments(*changes))
+    expected = Compared("single", reference(setting, precision))
+    run = train(gear, setting.folder / f"parity-{name}-{precision}", setting.arguments())
     compare(setting, run, precision, expected, figures)
 
 

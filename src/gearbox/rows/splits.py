@@ -72,7 +72,7 @@ class Leakage:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """How a run uses its documents, as numbers and texts."""
+    """Numbers and texts that describe how a run uses its documents."""
 
     num_read: int
     num_truncated: int
