@@ -99,14 +99,14 @@ def train(gear: Gear, folder: Path, arguments: list[str]) -> Path:
     return folder / parity.label(gear)
 
 
-def reference(setting: Setting, precision: str, *changes: str) -> Path:
+def reference(setting: Setting, precision: str) -> Path:
     """Return the folder of a run under `single`. It is trained once for all parts."""
-    folder = setting.folder / f"reference-{precision}{'-'.join(['', *changes]).replace('/', '-')}"
+    folder = setting.folder / f"reference-{precision}"
     gear = gear_in(precision, "single", 1, setting.folder / "gears")
     run = folder / parity.label(gear)
     if outcome.read_outcome(run / "status.json").get("outcome") == "done":
         return run
-    return train(gear, folder, setting.arguments(*changes))
+    return train(gear, folder, setting.arguments())
 
 
 def compare(setting: Setting, run: Path, precision: str, expected: Compared, figures: dict[str, str]) -> None:
