@@ -49,6 +49,7 @@ H100 = {
     "ecc.errors.uncorrected.volatile.total": "0",
     "clocks_throttle_reasons.hw_slowdown": "Not Active",
     "clocks_throttle_reasons.sw_thermal_slowdown": "Not Active",
+    "compute_cap": "9.0",
 }
 
 
@@ -130,6 +131,44 @@ def test_topologies():
     (found,) = gpus.check_topology(TWO_SOCKETS, [3, 1])
     assert found.text.startswith("pairs without NVLink: 1 over SYS (1-3);")
     assert [*gpus.check_topology(NVSWITCH, [1])] == [*gpus.check_topology("", [0, 1])] == []
+
+
+PEERS = """\
+ \tGPU0\tGPU1\tGPU2\t
+ GPU0\tX\tOK\tTNS\t
+ GPU1\tOK\tX\tCNS\t
+ GPU2\tTNS\tCNS\tX\t
+
+Legend:
+
+  X    = Self
+  OK   = Status Ok
+  CNS  = Chipset not supported
+  GNS  = GPU not supported
+  TNS  = Topology not supported
+  NS   = Not supported
+  U    = Unknown
+"""
+
+
+def test_pairs_without_peer_access():
+    (found,) = gpus.check_peers(PEERS, [0, 1])
+    assert (found.colour, found.text) == ("green", "every GPU reads the memory of every other")
+    (found,) = gpus.check_peers(PEERS, [0, 1, 2])
+    assert found.colour == "yellow"
+    assert "0-2 not supported by the topology; 1-2 not supported by the chipset" in found.text
+    assert [*gpus.check_peers(PEERS, [1])] == []
+
+
+def test_gpus_without_bf16():
+    def verdicts(*capabilities: str) -> list[tuple[str, str]]:
+        rows = [{"index": str(index), "compute_cap": text} for index, text in enumerate(capabilities)]
+        return [(found.colour, found.text) for found in gpus.check_bf16(rows)]
+
+    assert verdicts("9.0", "8.0", "10.0") == [("green", "compute capability 10.0, 8.0, 9.0")]
+    ((colour, text),) = verdicts("8.6", "7.5")
+    assert colour == "yellow" and text.startswith("compute capability of GPU 1 (7.5) is below 8.0")
+    assert verdicts("[N/A]") == [*gpus.check_bf16([{"index": "0"}])] == []
 
 
 LISTING = """\

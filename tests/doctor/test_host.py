@@ -152,5 +152,14 @@ def test_operations_that_would_be_compiled(monkeypatch, tmp_path):
     (tmp_path / "forced.json").write_text(json.dumps(forced | {"zero_force_ds_cpu_optimizer": True}))
     flags = {"deepspeed_config_file": str(tmp_path / "forced.json")}
     assert load_gear(ROOT / "accelerate_configs" / "zero3_offload.yaml", flags).compiled == ["cpu_adam"]
+    # The advice for 40 GB GPUs at the top of this recipe needs no compiler.
+    head = (ROOT / "recipes" / "zero3_2gpu.yaml").read_text()
+    offload, free = (json.loads(f"{{{line}}}") for line in re.findall(r'^#   (".*)$', head, re.M))
+    advised = json.loads((ROOT / "ds_configs" / "zero3.json").read_text()) | free
+    advised["zero_optimization"] |= offload
+    (tmp_path / "advised.json").write_text(json.dumps(advised))
+    flags = {"deepspeed_config_file": str(tmp_path / "advised.json")}
+    gear = load_gear(ROOT / "accelerate_configs" / "zero3.yaml", flags)
+    assert (gear.offload, gear.compiled) == ("cpu", [])
     assert [*host.operations(load_gear(DDP), 1)] == []
     assert [*host.operations(load_gear(ROOT / "accelerate_configs" / "zero3_offload.yaml"), 1)] == []

@@ -60,7 +60,7 @@ class Model(Group):
     """`nf4` stores the frozen base weights in 4 bits with double quantization; it needs an adapter (QLoRA)."""
     attention: Literal["auto", "documents", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation; `auto` uses `documents`, which computes nothing between packed documents, or else
-    `sdpa` with a mask."""
+    `sdpa` with a mask. `flash_attention_2` needs the package flash_attn, which is in no lock file nor in the image."""
     router_loss: NonNegativeFloat | None = None
     """Weight of the loss that spreads tokens over a mixture's experts; `null` uses router_aux_loss_coef from the
     model's config.json, and 0 disables the loss."""

@@ -28,7 +28,16 @@ FIELDS = (
     "memory.used",
     "ecc.errors.uncorrected.volatile.total",
     *SLOWDOWNS,
+    "compute_cap",
 )
+BF16_CAPABILITY = (8, 0)
+NO_PEER_ACCESS = {
+    "CNS": "not supported by the chipset",
+    "GNS": "not supported by the GPUs",
+    "TNS": "not supported by the topology",
+    "DR": "disabled in the driver",
+}
+"""Status in `nvidia-smi topo -p2p` -> its meaning."""
 
 
 def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
@@ -45,8 +54,11 @@ def inspect_gpus(num_ranks: int) -> tuple[list[Finding], int]:
         findings.append(Finding("red", "gpus", text, f"use --num_processes {num_gpus} per machine"))
     try:
         visible = nvidia_smi.visible_gpus(nvidia_smi.run("-L"), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        findings += check_gpus([row for row in nvidia_smi.query_gpus(FIELDS) if int(row["index"]) in visible])
+        rows = [row for row in nvidia_smi.query_gpus(FIELDS) if int(row["index"]) in visible]
+        findings += check_gpus(rows)
+        findings += check_bf16(rows)
         findings += check_topology(nvidia_smi.run("topo", "-m"), visible)
+        findings += check_peers(nvidia_smi.run("topo", "-p2p", "r"), visible)
     except (OSError, subprocess.SubprocessError) as error:
         problem = "is missing" if isinstance(error, FileNotFoundError) else f"failed: {error}"
         advice = "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere look for Xid errors in dmesg"
@@ -140,6 +152,19 @@ def _gib(row: Mapping[str, str]) -> str:
     return f"{int(total) / 1024:.0f} GiB" if total.isdigit() else ""
 
 
+def check_bf16(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Check that the GPUs compute in bf16, as most gears do."""
+    capability_of = {row["index"]: row.get("compute_cap", "") for row in rows}
+    known = {index: text for index, text in capability_of.items() if re.fullmatch(r"\d+\.\d+", text)}
+    old = {index: text for index, text in known.items() if tuple(map(int, text.split("."))) < BF16_CAPABILITY}
+    if old:
+        of_gpus = ", ".join(f"{index} ({text})" for index, text in old.items())
+        text = f"compute capability of GPU {of_gpus} is below 8.0: bf16 is slow, and attention by document is off"
+        yield Finding("yellow", "bf16", text, "use GPUs from 8.0 on, such as A100, A10, L4, RTX 30 or newer")
+    elif known:
+        yield Finding("green", "bf16", f"compute capability {', '.join(sorted({*known.values()}))}")
+
+
 def check_topology(matrix: str, visible: Sequence[int]) -> Iterator[Finding]:
     """Report how visible GPUs are linked, from `nvidia-smi topo -m`: NV# is NVLink, SYS crosses CPU sockets."""
     pairs_by_link = nvidia_smi.parse_matrix(matrix, visible)
@@ -156,6 +181,19 @@ def check_topology(matrix: str, visible: Sequence[int]) -> Iterator[Finding]:
     if "SYS" in others:
         text += "; SYS crosses CPU sockets and is slowest: keep tp and sp groups off it"
     yield Finding("green", "topology", text)
+
+
+def check_peers(matrix: str, visible: Sequence[int]) -> Iterator[Finding]:
+    """Check which visible GPUs read each other's memory, from `nvidia-smi topo -p2p r`."""
+    pairs_by_status = nvidia_smi.parse_matrix(matrix, visible)
+    without = {status: pairs for status, pairs in pairs_by_status.items() if status != "OK"}
+    if without:
+        problems = [f"{_shown(pairs)} {NO_PEER_ACCESS.get(status, status)}" for status, pairs in without.items()]
+        text = f"no access between GPUs: {'; '.join(problems)}; NCCL copies through host memory"
+        advice = "turn off ACS and the IOMMU in the BIOS; in a virtual machine ask its operator; GeForce GPUs have none"
+        yield Finding("yellow", "peers", text, advice)
+    elif pairs_by_status:
+        yield Finding("green", "peers", "every GPU reads the memory of every other")
 
 
 def _shown(pairs: Sequence[tuple[int, int]]) -> str:
