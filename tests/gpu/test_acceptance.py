@@ -169,10 +169,17 @@ def test_each_gear_has_a_variant_in_fp32(name, tmp_path):
 @pytest.mark.parametrize("name", gpu.RECIPES)
 def test_the_first_lines_of_a_recipe_give_gear_and_sum(name):
     gear, head = gpu_parts.head_figures(ROOT / "recipes" / f"{name}.yaml")
-    assert (gear, head) == {
-        "qlora_1gpu": ("single", 9.9), "ddp_4gpu": ("ddp", 18.6), "ddp_4gpu_full": ("ddp", 22.0),
-        "fsdp_2gpu": ("fsdp", 71.0), "zero3_2gpu": ("zero3", 77.5),
-    }[name]  # fmt: skip
+    gears = {
+        "qlora_1gpu": "single",
+        "ddp_4gpu": "ddp",
+        "ddp_4gpu_full": "ddp",
+        "fsdp_2gpu": "fsdp",
+        "zero3_2gpu": "zero3",
+    }
+    assert gear == gears[name]
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    parts = [float(part) for part in re.findall(r"^#\s+([\d.]+) GB  (?!in all)", text, re.M)]
+    assert len(parts) > 2 and sum(parts) == pytest.approx(head, abs=0.11)
     assert gpu.fewest_ranks(gear) <= gpu.RECIPES[name]
 
 
@@ -279,7 +286,7 @@ def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting):
     figures = {}
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    with pytest.raises(AssertionError, match=r"is not within 5 % of 9.9 GB"):  # the small model takes less
+    with pytest.raises(AssertionError, match=r"is not within 5 % of 8.0 GB"):  # the small model takes less
         gpu_parts.run_shapes(replace(setting, steps=3), figures, "qlora_1gpu", **small, **heads)
     assert set(figures) == {"GPUs", "tokens/s per GPU", "MFU", "peak GB", "GB in the recipe"}
-    assert 0 < float(figures["peak GB"]) < 9 and torch.get_default_device().type == "cpu"
+    assert 0 < float(figures["peak GB"]) < 7 and torch.get_default_device().type == "cpu"
