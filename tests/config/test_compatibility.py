@@ -188,7 +188,9 @@ def test_flash_attention_is_refused_without_its_package(monkeypatch):
     gear = load_gear(ROOT / "accelerate_configs" / "single.yaml")
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     recipe = load_recipe(RECIPE, ["model.attention=flash_attention_2"])
-    advice = r"model\.attention: flash_attention_2 needs flash_attn, which is not installed; use auto, which on a GPU"
+    advice = (
+        r"model\.attention: flash_attention_2 needs flash_attn, which is not installed; use auto \(torch's own flash"
+    )
     with pytest.raises(UserError, match=advice):
         check_against(gear, recipe, RECIPE, BATCH)
     assert rehearsed(recipe).model.attention == "auto", "a rehearsal needs no GPU"

@@ -147,8 +147,8 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
     of_recipe += _missing_tools(recipe)
     if recipe.model.attention == "flash_attention_2" and not has_flash_attention():
         of_recipe.append(
-            "model.attention: flash_attention_2 needs flash_attn, which is not installed; use auto, which on a GPU "
-            "runs torch's own flash kernel, or run pip install flash-attn (needs nvcc, which the image lacks)"
+            "model.attention: flash_attention_2 needs flash_attn, which is not installed; use auto (torch's own flash "
+            "kernel on a GPU), or build flash-attn with nvcc"
         )
     problems += [located(text, recipe, recipe_path) for text in of_recipe]
     problems += [
