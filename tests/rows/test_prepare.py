@@ -134,7 +134,7 @@ def test_parts_and_runs_of_another_recipe_are_refused(chats, tmp_path, changes, 
 def test_parts_of_other_sources_or_sizes_are_refused(chats, tmp_path):
     preparation(recipe_of(chats), tmp_path / "p").make_shards(0, 8)
     other = tmp_path / "other.jsonl"
-    other.write_text(chats.read_text().replace("sort", "sart", 1))
+    other.write_text(chats.read_text().replace("sort", "short", 1))
     with pytest.raises(UserError, match=r"^data\.path: '\w+' \(hash of the content of the sources\), but "):
         preparation(recipe_of(other), tmp_path / "p")
     with pytest.raises(UserError, match=r"^--records: 21, but .* was prepared with 20"):
