@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
@@ -36,6 +37,23 @@ MOMENTS = {"exp_avg", "exp_avg_sq"}  # torch's AdamW needs both, also for the we
 
 Scalar = float | dict[str, float]
 """A number in the optimizer state. A tensor without dimensions is stored as {dtype: number}."""
+
+
+FILE_DTYPES = DTYPES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+"""Names in files. Checkpoints have no tensors of 8-bit floats, but a published model may."""
+
+
+def file_header(tensors: Mapping[str, torch.Tensor], **metadata: str) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file with these tensors, in this order, and where each starts in the file."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    starts, at = {}, 0
+    for name, tensor in tensors.items():
+        starts[name], dtype = at, FILE_DTYPES[tensor.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at := at + tensor.nbytes]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def scalars_to_json(state: Mapping[str, object]) -> dict[str, Scalar]:

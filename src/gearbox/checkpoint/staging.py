@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import tempfile
 from collections import deque
@@ -19,7 +18,7 @@ import xxhash
 from gearbox import filesystem, processes
 from gearbox.checkpoint.disk_space import HOST_MEMORY
 from gearbox.checkpoint.manifest import CorruptCheckpoint, ShardFacts
-from gearbox.checkpoint.shards import DTYPES, TensorShard
+from gearbox.checkpoint.shards import TensorShard, file_header
 from gearbox.filesystem import CHUNK_BYTES
 
 PART_BYTES = 64 * 2**20
@@ -116,15 +115,7 @@ class Staging:
         """Copy the tensors, which may change afterwards. Raise OSError if memory is short or a local disk is full."""
         ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # so that each tensor is aligned
         self.num_bytes = sum(shard.tensor.nbytes for shard in ordered)
-        entries, at = {}, 0
-        for shard in ordered:
-            end = at + shard.tensor.nbytes
-            dtype, shape = DTYPES[shard.tensor.dtype], list(shard.tensor.shape)
-            entries[shard.key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
+        self.header, _ = file_header({shard.key: shard.tensor for shard in ordered})
         self._tensors = [shard.tensor for shard in ordered]
         self._reader.prepare(self._tensors)
         if self.in_foreground:

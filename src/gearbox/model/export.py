@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from gearbox import filesystem
-from gearbox.checkpoint.shards import DTYPES
+from gearbox.checkpoint.shards import FILE_DTYPES, file_header
 from gearbox.distributed import pipeline_stages
 from gearbox.model import dropout
 from gearbox.model.pretrained import ADAPTER, INDEX, Pretrained
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in one file, unless a single tensor has more."""
-FILE_DTYPES = DTYPES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}  # a tower may be published so
 
 
 def save(
@@ -236,19 +235,11 @@ class ShardedFiles:
         order = sorted(
             tensors, key=lambda name: (-tensors[name].element_size(), FILE_DTYPES[tensors[name].dtype], name)
         )
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name in order:
-            tensor, self._start[name] = tensors[name], at
-            places = [at, at := at + tensor.nbytes]
-            header[name] = {"dtype": FILE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        for name in order:
-            self._start[name] += 8 + len(text)
+        header, starts = file_header({name: tensors[name] for name in order}, format="pt")
+        self._start |= starts
         with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + at)
+            file.write(header)
+            file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor to its place."""
