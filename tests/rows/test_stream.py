@@ -1,6 +1,8 @@
 """Guards the order of a stream: a pure function of (index, seed, step), read from few shards at a time."""
 
 import json
+import pickle
+import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from gearbox.data.shard_store import ShardStore
 from gearbox.errors import UserError
+from gearbox.filesystem import digest_of
 from gearbox.rows.shard_index import ShardIndex, is_index
 from gearbox.rows.stream import StreamSampler
 from support.shards import opened, prepare, recipe_of, served
@@ -164,6 +167,22 @@ def test_a_hostile_index_is_one_line(prepared, tmp_path, change, problem):
     with pytest.raises(UserError) as error:
         opened(f"file://{tmp_path}")
     assert problem in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("file", ["documents.arrow", "rows.json", "starts.npy"])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"\xff\n", pickle.dumps([])])
+def test_hostile_files_that_the_index_lists_are_one_line(prepared, tmp_path, file, raw):
+    folder = tmp_path / "p"
+    shutil.copytree(prepared, folder)
+    content = json.loads((folder / "index.json").read_text())
+    first = content["shards"][0]
+    (folder / first["name"] / file).write_bytes(raw)
+    digest = digest_of(folder / first["name"] / file)
+    first["files"][file] = {"bytes": len(raw), "xxh3_128": digest}
+    (folder / "index.json").write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        opened(folder).training.shard(0)
+    assert "; prepare the data again" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b"null", b'{"format": "gearbox shards 1"}', b"[" * 10**5])

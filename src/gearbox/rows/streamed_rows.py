@@ -16,7 +16,7 @@ from gearbox.data.records import OriginSummary
 from gearbox.data.shard_store import ShardStore
 from gearbox.data.sources import Origin
 from gearbox.data.tokenization import DOCUMENTS
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line_with_type
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.packing import Chunks
 from gearbox.rows.shard_index import Shard, ShardIndex
@@ -100,8 +100,11 @@ class StreamedRows(PackedRows):
             return self._open[number]
 
     def _opened(self, shard: Shard, folder: Path) -> PackedRows:
-        documents = MappedDocuments(folder / DOCUMENTS, self._origins)
-        rows = PackedRows.open(folder, documents, self.row_tokens, self.pad_token, self.packing)
+        try:  # the files are those of the index, but anyone may have written both
+            documents = MappedDocuments(folder / DOCUMENTS, self._origins)
+            rows = PackedRows.open(folder, documents, self.row_tokens, self.pad_token, self.packing)
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # pyarrow's errors are among these
+            raise UserError(f"data.path: {folder}: {one_line_with_type(error)}; prepare the data again") from None
         if (len(rows), len(rows.chunks)) != (shard.rows, shard.chunks):
             raise UserError(f"data.path: {folder}: has {len(rows):,} rows instead of {shard.rows:,}; prepare it again")
         return rows
