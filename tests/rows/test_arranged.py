@@ -94,9 +94,12 @@ def test_a_killed_builder_leaves_nothing_in_the_way(tokenizer, path, cache, monk
         dying.setattr(arranged.DataFacts, "__init__", die)
         arrange(tokenizer, path, SKIP)
     assert folders(cache) == []
-    left = cache / "rows-0123.partial"
-    left.mkdir()
+    arrange(tokenizer, path, SKIP)
+    (folder,) = folders(cache)
+    left = folder.rename(folder.with_name(f"{folder.name}.partial"))  # as if killed before the rename
+    (left / "stray").touch()
     assert len(arrange(tokenizer, path, SKIP)[1].training) > 0
+    assert folders(cache) == [folder] and not (folder / "stray").exists()
 
 
 def test_other_ranks_wait_for_the_first(tokenizer, path, cache, monkeypatch):

@@ -32,7 +32,7 @@ def split_and_pack(
     documents: MappedCorpus,
     evaluated: MappedCorpus | None,
     tokenizer: PreTrainedTokenizerFast,
-    packing: bool,
+    is_packed: bool,
     builder: Builder,
 ) -> TrainingRows:
     """Return the rows of a run; `evaluated` is the corpus of eval.path. They come from the cache if they are in it.
@@ -40,17 +40,17 @@ def split_and_pack(
     Raise UserError if nothing is left to train on or to evaluate on.
     """
     pad_token = splits.pad_token_of(tokenizer)
-    folder = corpus.cache() / "gearbox" / f"rows-{_key(recipe, documents, evaluated, pad_token, packing)}"
+    folder = corpus.cache() / "gearbox" / f"rows-{_key(recipe, documents, evaluated, pad_token, is_packed)}"
 
     def build(made: Path) -> None:
         # The arrays of these copies are freed with them.
         theirs = MappedCorpus(evaluated.path.parent, evaluated.origins) if evaluated is not None else None
-        _build(made, recipe, MappedCorpus(documents.path.parent, documents.origins), theirs, (pad_token, packing))
+        _build(made, recipe, MappedCorpus(documents.path.parent, documents.origins), theirs, (pad_token, is_packed))
 
     builder.make(folder, _is_whole, build)
     facts = filesystem.read_json_object(folder / ABOUT)["facts"]
     facts["document_lengths"], facts["weights"] = tuple(facts["document_lengths"]), tuple(map(tuple, facts["weights"]))
-    options = (recipe.batch.row_tokens, pad_token, packing)
+    options = (recipe.batch.row_tokens, pad_token, is_packed)
     training = PackedRows.open(folder / TRAINING, documents, *options)
     held_out_corpus = documents if evaluated is None else evaluated
     held_out = PackedRows.open(folder / HELD_OUT, held_out_corpus, *options)
@@ -93,7 +93,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file that about.json lists, by its path."""
+    """Return the size of each file but about.json, by its path."""
     files = [path for path in folder.rglob("*") if path.is_file() and path != folder / ABOUT]
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 

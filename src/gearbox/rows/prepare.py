@@ -25,7 +25,6 @@ from gearbox.data.records import NO_FORM, NO_NAMES, Item, OriginSummary, RecordR
 from gearbox.data.sources import Origin
 from gearbox.data.tokenization import ABOUT, DOCUMENTS, Collector, UnusableRecord
 from gearbox.errors import UserError
-from gearbox.redact import redacted
 from gearbox.rows import shard_index, splits
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.shard_index import (
@@ -162,8 +161,7 @@ class Preparation:
         more.mkdir()
         _write_documents(more / HELD_OUT_DOCUMENTS, [(made / DOCUMENTS, held_out)])
         np.save(more / HASHES, np.sort(divided.hashes))
-        lines = [{"place": entry.location, "reason": entry.reason} for entry in divided.dropped]
-        filesystem.write(more / DROPPED, "".join(f"{json.dumps(line)}\n" for line in redacted(lines)))
+        splits.write_dropped(more / DROPPED, divided.dropped)
         place_in_held_out = {document: place for place, document in enumerate(held_out.tolist())}
         lengths, counts = np.unique(documents.lengths[trained], return_counts=True)
         first = next(iter(num_records))

@@ -16,9 +16,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from gearbox import filesystem
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
+from gearbox.redact import redacted, secrets
 from gearbox.rows.batches import PackedRows, Sampler
 from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
@@ -218,6 +220,15 @@ def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_hel
                 f"batch.row_tokens={recipe.batch.row_tokens}: {num_read:,} documents read, {num_held_out:,} held out, "
                 f"{dropped}"
             )
+
+
+def write_dropped(path: Path, dropped: Iterable[Dropped]) -> None:
+    """Write the dropped records, one on a line, without secrets."""
+    known = secrets()
+    with filesystem.new_file(path) as file:
+        for one in dropped:
+            line = json.dumps(redacted({"place": one.location, "reason": one.reason}, known))
+            file.write(f"{line}\n".encode())
 
 
 def summarize_dropped(dropped: Iterable[Dropped]) -> str:

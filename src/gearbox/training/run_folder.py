@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -29,7 +28,8 @@ from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
-from gearbox.redact import redacted, secrets
+from gearbox.redact import redacted
+from gearbox.rows import splits
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.splits import Dropped
 from gearbox.sharding import sharded_state
@@ -113,13 +113,8 @@ class Run:
 
     def write_dropped(self, dropped: Iterator[Dropped]) -> None:
         """Write the dropped documents, each with its reason, to dropped.jsonl. Only rank 0 calls it."""
-        if (first := next(dropped, None)) is None:
-            return
-        known = secrets()
-        with filesystem.new_file(self.folder / "dropped.jsonl") as file:  # each start writes it again
-            for one in chain([first], dropped):
-                line = json.dumps(redacted({"place": one.location, "reason": one.reason}, known))
-                file.write(f"{line}\n".encode())
+        if (first := next(dropped, None)) is not None:  # each start writes it again
+            splits.write_dropped(self.folder / "dropped.jsonl", chain([first], dropped))
 
     def write_status(self, status: str, text: str = "") -> None:
         """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""

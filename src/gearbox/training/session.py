@@ -165,9 +165,10 @@ def _check_weights_of_nodes(origin: Pretrained, config: PretrainedConfig, gear: 
             loading.check_weights(origin, config)
         except UserError as error:
             problem = str(error)
-    if problems := [found for found in world.gather(problem) if found is not None]:
+    found = world.gather((is_first, problem))
+    if problems := [text for _, text in found if text is not None]:
         raise UserError(problems[0])
-    if sum(world.gather(is_first)) == 1 or gear.engine in ("ddp", "zero"):
+    if sum(first for first, _ in found) == 1 or gear.engine in ("ddp", "zero"):
         return
     copies = world.gather((socket.gethostname(), loading.digests_of_weights(origin)) if is_first else None)
     (first, digests), *others = [copy for copy in copies if copy is not None]
