@@ -28,7 +28,7 @@ def gearbox(tokenizer, path: str) -> int:
     from gearbox.data import corpus
 
     recipe = load_recipe(ROOT / "recipes" / "tiny.yaml", [f"data.path={path}"])
-    documents, _ = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
+    documents, _ = corpus.load_corpora(recipe, tokenizer, corpus.Builder(tell=lambda _: None))
     return int(documents.lengths.sum())
 
 

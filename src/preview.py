@@ -36,6 +36,7 @@ def main(arguments: list[str]) -> None:
     recipe = load_recipe(recipe_path, overrides, hints.append)
 
     from gearbox.console import make_console
+    from gearbox.data.corpus import Builder
     from gearbox.model import loading
     from gearbox.reporting import plan, preview
     from gearbox.rows import stream
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
     for hint in hints:
         screen.print(f"hint: {hint}")
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
-    documents, _, rows = stream.load_data(recipe, tokenizer, True, screen.print)
+    documents, _, rows = stream.load_data(recipe, tokenizer, Builder(tell=screen.print))
     if options.json:
         if isinstance(documents, PreparedCorpus):
             raise UserError(f"--json: lists the records of files, but {recipe.data.path} has prepared shards")

@@ -148,10 +148,9 @@ def packing(folder: Path, patch: pytest.MonkeyPatch) -> records.Record:
     """Return a row of the recipe's data, and which tokens have an influence on the output at each of its tokens."""
     recipe = load_recipe(ROOT / RECIPE, [])
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=lambda *_: None)
-    rows = arranged.split_and_pack(
-        recipe, documents, evaluated, tokenizer, recipe.data.packing, corpus.Builder()
-    ).training
+    quiet = corpus.Builder(tell=lambda _: None)
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, quiet)
+    rows = arranged.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing, quiet).training
     number = most_varied_row(rows)
     batch = rows.batch([number])
     chunks = rows.row(number).tolist()

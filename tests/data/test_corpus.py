@@ -137,12 +137,12 @@ def test_other_ranks_wait_for_the_builder(tokenizer, tmp_path, monkeypatch):
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
     found = []
     waiting = threading.Thread(
-        target=lambda: found.append(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0])
+        target=lambda: found.append(corpus.load_corpora(recipe, tokenizer, corpus.Builder(False, lambda _: None))[0])
     )
     waiting.start()
     time.sleep(0.3)
     assert waiting.is_alive() and counts == []
-    built = corpus.load_corpora(recipe, tokenizer, is_builder=True, tell=lambda _: None)[0]
+    built = corpus.load_corpora(recipe, tokenizer, corpus.Builder(True, lambda _: None))[0]
     waiting.join(30)
     assert counts == [3] and texts(tokenizer, found[0]) == texts(tokenizer, built)
 
@@ -155,7 +155,9 @@ def test_a_tokenizer_file_with_truncation_has_one_key_on_every_rank(tmp_path):
     for is_builder in (True, False):
         cutting = AutoTokenizer.from_pretrained(ROOT / "recipes" / "tiny")
         cutting.backend_tokenizer.enable_truncation(max_length=8)
-        both = corpus.load_corpora(recipe_of(path, f"eval.path={other}"), cutting, is_builder, tell=lambda _: None)
+        both = corpus.load_corpora(
+            recipe_of(path, f"eval.path={other}"), cutting, corpus.Builder(is_builder, lambda _: None)
+        )
         keys.append([found.key for found in both])
         assert [int(found.lengths[0]) for found in both] == [301, 301]
     assert keys[0] == keys[1]
@@ -165,7 +167,7 @@ def test_a_rank_without_a_builder_builds_the_cache_itself(tokenizer, tmp_path, m
     """This rank's data differs from the builder's. The ranks report that once they can compare."""
     monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0.2)
     recipe = recipe_of(jsonl(tmp_path / "a.jsonl", GOOD))
-    assert len(corpus.load_corpora(recipe, tokenizer, is_builder=False, tell=lambda _: None)[0]) == 3
+    assert len(corpus.load_corpora(recipe, tokenizer, corpus.Builder(False, lambda _: None))[0]) == 3
 
 
 def test_a_waiting_rank_exits_with_its_launcher(tokenizer, tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_a_waiting_rank_exits_with_its_launcher(tokenizer, tmp_path, monkeypatch
     parents = chain([os.getppid(), os.getppid()], repeat(1))
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     with pytest.raises(RuntimeError, match="the launcher exited"):
-        corpus.load_corpora(recipe, tokenizer, is_builder=False)
+        corpus.load_corpora(recipe, tokenizer, corpus.Builder(is_first=False))
 
 
 def test_a_cache_that_is_not_writable_is_reported(tokenizer, tmp_path, cache):

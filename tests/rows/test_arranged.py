@@ -10,8 +10,8 @@ from gearbox.data import corpus
 from gearbox.errors import UserError
 from gearbox.rows import arranged
 from gearbox.rows.batches import FILES, PackedRows
+from support.corpora import QUIET, jsonl, recipe_of
 from support.corpora import arranged as arrange
-from support.corpora import jsonl, recipe_of
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_a_killed_builder_leaves_nothing_in_the_way(tokenizer, path, cache, monk
 def test_other_ranks_wait_for_the_first(tokenizer, path, cache, monkeypatch):
     """Test a rank that waits: it must find the folder that the first makes meanwhile, and make none."""
     recipe = recipe_of(path, SKIP)
-    documents, _ = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
-    arranged.split_and_pack(recipe, documents, None, tokenizer, True, corpus.Builder(tell=lambda _: None))
+    documents, _ = corpus.load_corpora(recipe, tokenizer, QUIET)
+    arranged.split_and_pack(recipe, documents, None, tokenizer, True, QUIET)
     (folder,) = folders(cache)
     shutil.move(folder, cache / "aside")
     monkeypatch.setattr(arranged, "_build", refuse)

@@ -12,6 +12,7 @@ from gearbox.data import corpus
 from gearbox.rows import arranged as arranged_rows
 from gearbox.rows import splits
 
+QUIET = corpus.Builder(tell=lambda _: None)
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hé €  \n"}]
 BYE = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "bye"}]
 GOOD = [{"messages": HI}, {"messages": BYE}, {"messages": HI + BYE}]
@@ -29,16 +30,14 @@ def recipe_of(path, *overrides: str) -> Recipe:
 
 
 def read(tokenizer, path, *overrides: str) -> corpus.MappedCorpus:
-    return corpus.load_corpora(recipe_of(path, *overrides), tokenizer, tell=lambda _: None)[0]
+    return corpus.load_corpora(recipe_of(path, *overrides), tokenizer, QUIET)[0]
 
 
 def arranged(tokenizer, path, *overrides: str) -> tuple[corpus.MappedCorpus, splits.TrainingRows]:
     recipe = recipe_of(path, *overrides)
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, tell=lambda _: None)
-    builder = corpus.Builder(tell=lambda _: None)
-    return documents, arranged_rows.split_and_pack(
-        recipe, documents, evaluated, tokenizer, recipe.data.packing, builder
-    )
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, QUIET)
+    rows = arranged_rows.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing, QUIET)
+    return documents, rows
 
 
 def texts(tokenizer, found: corpus.MappedCorpus) -> list[str]:

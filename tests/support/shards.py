@@ -10,6 +10,7 @@ from pathlib import Path
 from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
+from gearbox.data.corpus import Builder
 from gearbox.model import loading
 from gearbox.rows import stream
 from gearbox.rows.prepare import Preparation
@@ -43,7 +44,7 @@ def opened(location, *overrides: str, is_builder: bool = True, tell=lambda _: No
     """Return the rows of a run on prepared shards."""
     recipe = recipe_of(location, *overrides)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, False)
-    return stream.load_data(recipe, tokenizer, is_builder, tell)[2]
+    return stream.load_data(recipe, tokenizer, Builder(is_builder, tell))[2]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

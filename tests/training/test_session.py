@@ -109,11 +109,11 @@ def test_ranks_that_read_different_data_are_refused(train, tmp_path, monkeypatch
 
     usual = corpus.load_corpora
 
-    def of_rank(recipe, tokenizer, is_builder, tell):
+    def of_rank(recipe, tokenizer, builder):
         monkeypatch.setattr(corpus, "BUILDER_FIRST_SECONDS", 0)
-        path = jsonl(tmp_path / f"{is_builder}.jsonl", [{"text": f"{is_builder} {i}"} for i in range(50)])
+        path = jsonl(tmp_path / f"{builder.is_first}.jsonl", [{"text": f"{builder.is_first} {i}"} for i in range(50)])
         here = recipe.data.model_copy(update={"path": str(path)})
-        return usual(recipe.model_copy(update={"data": here}), tokenizer, is_builder, tell)
+        return usual(recipe.model_copy(update={"data": here}), tokenizer, builder)
 
     monkeypatch.setattr(corpus, "load_corpora", of_rank)
     outcome = train("ddp", ranks=2)

@@ -205,31 +205,26 @@ class Builder:
 def load_corpora(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerFast,
-    is_builder: bool = True,
-    tell: Callable[[str], None] = print,
+    builder: Builder = Builder(),
 ) -> tuple[MappedCorpus, MappedCorpus | None]:
     """Return the documents of data.path, and those of eval.path if it is set.
 
     They come from the cache. If they are not in it, the builder tokenizes them and the other ranks wait.
     Raise UserError for data that cannot be used; nothing is cached then.
     """
-    corpus = load_or_build(recipe.data, tokenizer, is_builder, tell)
-    return corpus, load_evaluated(recipe, tokenizer, is_builder, tell)
+    corpus = load_or_build(recipe.data, tokenizer, builder)
+    return corpus, load_evaluated(recipe, tokenizer, builder)
 
 
-def load_evaluated(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
-) -> MappedCorpus | None:
+def load_evaluated(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, builder: Builder) -> MappedCorpus | None:
     """Return the documents of eval.path, or None if it is not set. See load_corpora."""
     if recipe.eval.path is None:
         return None
     evaluated = recipe.data.model_copy(update={"path": recipe.eval.path})
-    return load_or_build(evaluated, tokenizer, is_builder, tell)
+    return load_or_build(evaluated, tokenizer, builder)
 
 
-def load_or_build(
-    data: Data, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
-) -> MappedCorpus:
+def load_or_build(data: Data, tokenizer: PreTrainedTokenizerFast, builder: Builder) -> MappedCorpus:
     """Return the documents of one data.path from the cache, or build them. See load_corpora."""
     chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
     try:
@@ -242,10 +237,11 @@ def load_or_build(
 
     def build(made: Path) -> None:
         started = time.perf_counter()
-        num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, tell)
-        tell(f"tokenized {num_documents:,} documents in {time.perf_counter() - started:.1f} s; cached in {folder}")
+        num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, builder.tell)
+        seconds = time.perf_counter() - started
+        builder.tell(f"tokenized {num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
 
-    Builder(is_builder, tell).make(folder, tokenization.is_whole, build)
+    builder.make(folder, tokenization.is_whole, build)
     return MappedCorpus(folder, origins)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
 from gearbox.data import corpus, loss_mask, sources, tokenization
-from gearbox.data.corpus import MappedDocuments
+from gearbox.data.corpus import Builder, MappedDocuments
 from gearbox.data.records import NO_FORM, NO_NAMES, Item, OriginSummary, RecordReader
 from gearbox.data.sources import Origin
 from gearbox.data.tokenization import ABOUT, DOCUMENTS, Collector, UnusableRecord
@@ -80,7 +80,7 @@ class Preparation:
         self.num_records, self.tell = num_records, tell
         self.chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, recipe.data.supervise, recipe.data.supervise_supplied)
         self.is_weighted = recipe.data.sources[0].weight is not None
-        self.evaluated = corpus.load_evaluated(recipe, tokenizer, True, tell)
+        self.evaluated = corpus.load_evaluated(recipe, tokenizer, Builder(tell=tell))
         try:
             self.origins = sources.find(recipe.data.sources)
             self.stamps = [origin.stamp() for origin in self.origins]

@@ -7,7 +7,6 @@ windows of the current steps, and of the next one, are on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -147,18 +146,18 @@ class StreamSampler(Sampler):
 
 
 def load_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, builder: Builder
 ) -> tuple[MappedCorpus | PreparedCorpus, MappedCorpus | None, TrainingRows]:
     """Return the documents and rows of data.path: prepared shards, or files that are tokenized and packed."""
     path = recipe.data.path
     if isinstance(path, str) and is_prepared(path):
-        return _open_stream(recipe, tokenizer, is_builder, tell)
+        return _open_stream(recipe, tokenizer, builder)
     for source in [*listed(path), *listed(recipe.eval.path or [])]:
         if is_prepared(source.path):
             raise UserError(f"data.path: {source.path} has prepared shards; give it as data.path, with nothing else")
-    documents, evaluated = corpus.load_corpora(recipe, tokenizer, is_builder, tell)
-    builder, packing = Builder(is_builder, tell), recipe.data.packing
-    return documents, evaluated, arranged.split_and_pack(recipe, documents, evaluated, tokenizer, packing, builder)
+    documents, evaluated = corpus.load_corpora(recipe, tokenizer, builder)
+    rows = arranged.split_and_pack(recipe, documents, evaluated, tokenizer, recipe.data.packing, builder)
+    return documents, evaluated, rows
 
 
 def answer_ends(documents: MappedCorpus | PreparedCorpus, tokenizer: PreTrainedTokenizerFast) -> set[int]:
@@ -174,14 +173,14 @@ def is_prepared(path: str) -> bool:
 
 
 def _open_stream(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, is_builder: bool, tell: Callable[[str], None]
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, builder: Builder
 ) -> tuple[PreparedCorpus, None, TrainingRows]:
     """Return the rows of prepared shards. Raise UserError if the recipe differs from theirs."""
     assert isinstance(recipe.data.path, str)
     location = recipe.data.path if is_url(recipe.data.path) else str(Path(recipe.data.path).expanduser())
     name = f"{location.rstrip('/')}/{INDEX}"
     seconds = recipe.run.hang_timeout * BEFORE_HANG
-    index = ShardIndex.parse(read_file(name, filesystem.MAX_JSON_BYTES, seconds, tell), name)
+    index = ShardIndex.parse(read_file(name, filesystem.MAX_JSON_BYTES, seconds, builder.tell), name)
     shard_index.refuse_difference(location, index.settings, shard_index.settings_of(recipe, tokenizer))
     if index.weights and recipe.train.epochs is not None:
         raise UserError("train.epochs: weighted sources end at different times; give train.steps instead")
@@ -189,7 +188,7 @@ def _open_stream(
     limit = None if recipe.data.cache_gb is None else int(recipe.data.cache_gb * GB)
     folders = [*index.shards, *([index.held_out] if index.held_out else [])]
     files = {folder.name: folder.files for folder in folders}
-    store = ShardStore(location, cache, files, limit, is_builder, seconds, tell)
+    store = ShardStore(location, cache, files, limit, builder.is_first, seconds, builder.tell)
     pad_token, packing = splits.pad_token_of(tokenizer), recipe.data.packing
     rows = StreamedRows(index, store, recipe.batch.row_tokens, pad_token, packing)
     num_rows = splits.num_rows_of(recipe, len(rows))

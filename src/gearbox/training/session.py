@@ -78,8 +78,8 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     recipe = adapters.download_adapter(job.recipe)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
-    is_builder = process_group.is_first_rank_of_node()
-    documents, evaluated, rows = stream.load_data(recipe, tokenizer, is_builder, screen.print)
+    builder = Builder(process_group.is_first_rank_of_node(), screen.print)
+    documents, evaluated, rows = stream.load_data(recipe, tokenizer, builder)
     if not recipe.run.rehearse:
         try:
             recipe.schedule.check(rows.num_steps)  # of train.epochs, which are known only now
