@@ -170,8 +170,10 @@ LINES = re.findall(r"^(?:\w+=\S+ )?((?:sbatch|salloc|srun) .*)$", DOCUMENT, re.M
 def test_slurm_accepts_the_documents_lines(slurm, clone, line):
     tool, *rest = shlex.split(line)
     here = next(i for i, word in enumerate(rest) if word.startswith("cluster/slurm/"))
-    # The nodes have only two GPUs. salloc has no --test-only, so it runs `true`.
-    flags = ["--gpus-per-node=2" if flag.startswith("--gpus-per-node") else flag for flag in rest[:here]]
+    # The nodes are small. salloc has no --test-only, so it runs `true`.
+    sizes = {"--gpus-per-node": slurms.NUM_GPUS, "--cpus-per-task": slurms.NUM_CPUS}
+    names = [flag.partition("=")[0] for flag in rest[:here]]
+    flags = [f"{name}={sizes[name]}" if name in sizes else flag for name, flag in zip(names, rest[:here], strict=True)]
     tools = {"sbatch": ["sbatch", "--test-only", *flags, *rest[here:]], "salloc": ["salloc", *flags, "true"]}
     result = slurm.run(*tools[tool], cwd=clone)
     assert result.returncode == 0, result.stderr
