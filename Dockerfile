@@ -9,7 +9,8 @@ LABEL org.opencontainers.image.title="Gearbox" \
       org.opencontainers.image.description="One training script for language models; an Accelerate config chooses the engine" \
       org.opencontainers.image.licenses="Apache-2.0"
 
-# Triton needs gcc at run time. NCCL opens libibverbs and its providers for InfiniBand, and uses sockets without. tini runs as PID 1: it forwards signals and reaps orphans of dead ranks.
+# Triton needs gcc at run time. NCCL needs libibverbs and its providers for InfiniBand; without them it uses sockets.
+# PID 1 is tini: it forwards signals and reaps orphans of dead ranks.
 # Versions are not pinned: Debian mirrors keep only the newest of a release, and the base's digest fixes the release.
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -38,6 +38,12 @@ def is_python(process: psutil.Process) -> bool:
         return False
 
 
+def check_launcher(launcher: int, awaited: Path) -> None:
+    """Raise RuntimeError if this process has lost its launcher, the parent with this PID, while it waits for a file."""
+    if os.getppid() != launcher:
+        raise RuntimeError(f"the launcher exited while this rank waited for {awaited}")
+
+
 def launcher_command() -> list[str] | None:
     """Return the command line of the `accelerate launch` above this process, or None without a launcher."""
     launcher = launcher_process()

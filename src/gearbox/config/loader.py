@@ -247,7 +247,7 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 def _missing_data(key: str, path: str) -> list[str]:
     """Return a problem if a data path cannot be read. `key` is the recipe key that gave it."""
-    if path == BUILTIN_TASKS or "://" in path:
+    if path == BUILTIN_TASKS or is_url(path):
         return []
     if found := matches(path):
         odd = [file for file in found if file.exists() and not (file.is_file() or file.is_dir())]  # such as a pipe
@@ -268,6 +268,11 @@ def matches(path: str) -> list[Path]:
     """Return the file or folder with that name, or the sorted matches of a glob."""
     expanded = Path(path).expanduser()
     return [expanded] if expanded.exists() else [Path(p) for p in sorted(glob(str(expanded), recursive=True))]  # noqa: PTH207  a pattern with any root
+
+
+def is_url(path: str) -> bool:
+    """Return whether a data.path is a URL."""
+    return "://" in path
 
 
 def is_local(path: str) -> bool:

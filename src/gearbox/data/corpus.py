@@ -23,12 +23,12 @@ import xxhash
 from huggingface_hub import constants
 from numpy.typing import NDArray
 
-from gearbox import filesystem
+from gearbox import filesystem, processes
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
 from gearbox.data import chat_rendering, loss_mask, records, row_formats, sources, tokenization
 from gearbox.data.records import OriginSummary
-from gearbox.data.sources import Origin
+from gearbox.data.sources import Origin, Stamp
 from gearbox.data.tokenization import Question, UnusableRecord
 from gearbox.errors import UserError
 
@@ -130,7 +130,9 @@ class MappedCorpus(MappedDocuments):
         self.summaries = [OriginSummary(**summary) for summary in about["summaries"]]
         self.num_bad: int = about["num_bad"]
         self.questions = [Question(**question) for question in about["questions"]]
+        """Questions to ask the model, from the documents that any split holds out first."""
         self.digest: str = about["digest"]
+        """Hash of the training content: token ids, loss masks and lengths of all documents, in order."""
         self.key = folder.name
         """Hash of everything the documents depend on. It changes with the code that makes them; `digest` does not."""
 
@@ -174,8 +176,7 @@ class Builder:
         try:
             filesystem.make_folder(folder.parent)
             while not is_whole(folder):
-                if os.getppid() != launcher:
-                    raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
+                processes.check_launcher(launcher, folder)
                 if not self.is_first and time.monotonic() - started < BUILDER_FIRST_SECONDS:
                     time.sleep(0.1)
                     continue
@@ -227,13 +228,8 @@ def load_evaluated(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, builder: 
 def load_or_build(data: Data, tokenizer: PreTrainedTokenizerFast, builder: Builder) -> MappedCorpus:
     """Return the documents of one data.path from the cache, or build them. See load_corpora."""
     chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
-    try:
-        origins = sources.find(data.sources)
-        stamps = [origin.stamp() for origin in origins]
-        key = _cache_key(origins, data, tokenizer)
-    except OSError as error:
-        raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
-    folder = cache() / "gearbox" / key
+    origins, stamps, contents = find_origins(data)
+    folder = cache() / "gearbox" / _cache_key(contents, data, tokenizer)
 
     def build(made: Path) -> None:
         started = time.perf_counter()
@@ -250,11 +246,24 @@ def cache() -> Path:
     return Path(os.getenv("HF_DATASETS_CACHE", Path(constants.HF_HOME, "datasets")))
 
 
-def _cache_key(origins: list[Origin], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
+def find_origins(data: Data) -> tuple[list[Origin], list[Stamp], list[object]]:
+    """Return the origins of data.path, the stamp of each, and what its records depend on, which JSON can hold.
+
+    Raise UserError if one cannot be read.
+    """
+    try:
+        origins = sources.find(data.sources)
+        stamps = [origin.stamp() for origin in origins]
+        return origins, stamps, [[origin.source, origin.fields, origin.content()] for origin in origins]
+    except OSError as error:
+        raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
+
+
+def _cache_key(contents: list[object], data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a hash of everything the documents depend on. Options that only affect splits and rows are excluded."""
     dependencies = [
         FORMS,
-        *((origin.source, origin.fields, origin.content()) for origin in origins),
+        *contents,
         data.model_dump(include={"form", "roles", "supervise", "supervise_supplied", "text_unit", "on_bad_row"}),
         *tokenizer_content(tokenizer),
         *code_of_tokens(),

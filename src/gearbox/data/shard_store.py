@@ -22,13 +22,14 @@ from typing import IO, Protocol
 
 import xxhash
 
-from gearbox import filesystem
+from gearbox import filesystem, processes
+from gearbox.config.loader import is_url
 from gearbox.errors import UserError, one_line_with_type
 
 HTTP_SECONDS = 60  # without a byte
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.2, 30.0
 LOOK_SECONDS = 0.05
-ROOM_SECONDS = 60.0  # between two messages that the cache is full
+ROOM_SECONDS = 1.0  # between two looks for room, unless other folders are wanted meanwhile
 GIVES_UP_AFTER = 0.5  # of the hang timeout
 TRANSIENT_CODES = (408, 425, 429)  # and all from 500
 
@@ -49,11 +50,6 @@ class Facts(Protocol):
 
 class Damaged(Exception):
     """A file that differs from what the index lists; the message names the file and the problem."""
-
-
-def is_url(location: str) -> bool:
-    """Return whether a data.path is a URL."""
-    return "://" in location
 
 
 def read_file(location: str, max_bytes: int, seconds: float, tell: Callable[[str], None]) -> bytes:
@@ -169,8 +165,7 @@ class ShardStore:
             lock.release()
             if self._problem is not None:
                 raise self._problem
-            if os.getppid() != launcher:
-                raise RuntimeError(f"the launcher exited while this rank waited for {folder}")
+            processes.check_launcher(launcher, folder)
             if time.monotonic() - since > self.seconds:
                 full = "; the cache is full of shards that other runs read; raise data.cache_gb" * self._is_full
                 raise UserError(f"data.path: {self.location}/{name}: was not fetched within {self.seconds:.0f} s{full}")
@@ -220,7 +215,7 @@ class ShardStore:
                     self._is_full = not self._fetch(missing[0], wanted[: wanted.index(missing[0])])
                 if not missing or self._is_full:
                     with self._changed:
-                        self._changed.wait(ROOM_SECONDS / 60)
+                        self._changed.wait(ROOM_SECONDS)
         except Exception as error:
             self._problem = error
 

@@ -31,6 +31,7 @@ PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow")
 FORMATS = "one of " + " ".join(LOCAL_ENDINGS)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
+Stamp = list[tuple[int, int, int]]  # size, time and inode of each file
 
 
 class Unreadable(NamedTuple):
@@ -76,7 +77,7 @@ class Origin:
         """Return file:line of a record, or `file, row n` if the format has no lines."""
         return f"{self.name}:{number}" if self.kind in ("jsonl", "json", "csv", "txt") else f"{self.name}, row {number}"
 
-    def stamp(self) -> list[tuple[int, int, int]]:
+    def stamp(self) -> Stamp:
         """Return the size, time and inode of each file, which change when it is written to or replaced."""
         return [(s.st_size, s.st_mtime_ns, s.st_ino) for s in (file.stat() for file in self.files)]
 

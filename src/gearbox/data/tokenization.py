@@ -25,9 +25,9 @@ import xxhash
 from gearbox import filesystem, processes
 from gearbox.config.recipe import Data
 from gearbox.data import loss_mask, row_formats
-from gearbox.data.records import NO_NAMES, Item, OriginSummary, RecordReader
+from gearbox.data.records import Item, OriginSummary, RecordReader
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
-from gearbox.data.sources import Origin, Record, Unreadable, parse_json
+from gearbox.data.sources import Origin, Record, Stamp, Unreadable, parse_json
 from gearbox.errors import UserError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Collector:
 def build_corpus(
     folder: Path,
     origins: list[Origin],
-    stamps: list[list[tuple[int, int, int]]],
+    stamps: list[Stamp],
     data: Data,
     tokenizer: loss_mask.ChatTokenizer,
     tell: Callable[[str], None],
@@ -213,7 +213,7 @@ def write_documents(
         writer.finalize()
 
 
-def check_stamps(origins: list[Origin], stamps: list[list[tuple[int, int, int]]]) -> None:
+def check_stamps(origins: list[Origin], stamps: list[Stamp]) -> None:
     """Raise UserError if an origin no longer has its stamp, so was written to."""
     for origin, stamp in zip(origins, stamps, strict=True):
         if origin.stamp() != stamp:
@@ -231,17 +231,22 @@ def is_whole(folder: Path) -> bool:
 
 def _batches(items: Iterable[Item]) -> Iterator[_Batch]:
     """Group records in order. No batch spans two origins."""
-    batch, size = _Batch(-1, NO_NAMES, []), 0
-    for origin, names, record in items:
-        is_full = size >= BATCH_BYTES or len(batch.records) >= BATCH_DOCUMENTS
-        if batch.records and (is_full or batch.origin != origin):
-            yield batch
-            batch, size = _Batch(origin, names, []), 0
-        batch.records.append(record)
-        batch = batch._replace(origin=origin, names=names)
-        size += record.num_bytes
-    if batch.records:
-        yield batch
+    batched: list[Item] = []
+    size = 0
+    for item in items:
+        is_full = size >= BATCH_BYTES or len(batched) >= BATCH_DOCUMENTS
+        if batched and (is_full or batched[-1].origin != item.origin):
+            yield _batch_of(batched)
+            batched, size = [], 0
+        batched.append(item)
+        size += item.record.num_bytes
+    if batched:
+        yield _batch_of(batched)
+
+
+def _batch_of(items: list[Item]) -> _Batch:
+    """Return records of one origin as a batch. The names are known from its first object on."""
+    return _Batch(items[-1].origin, items[-1].names, [item.record for item in items])
 
 
 class _BatchTokenizer:

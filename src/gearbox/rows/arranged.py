@@ -58,7 +58,6 @@ def split_and_pack(
     return TrainingRows(
         training=training,
         held_out=held_out,
-        num_steps=-(-num_rows // recipe.batch.rows),
         num_rows=num_rows,
         sampler=make_sampler(recipe, training),
         samples=splits.find_samples(held_out, held_out_corpus.questions, recipe.eval.samples),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from gearbox.data.records import OriginSummary
     from gearbox.data.sources import Origin
-    from gearbox.data.tokenization import Question, UnusableRecord
+    from gearbox.data.tokenization import UnusableRecord
 
 
 class Documents(Protocol):
@@ -81,16 +81,6 @@ class Corpus(Documents, Protocol):
     @property
     def bad(self) -> list[UnusableRecord]:
         """Records that could not be used, in order."""
-        ...
-
-    @property
-    def questions(self) -> list[Question]:
-        """Questions to ask the model, from the documents that any split holds out first."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Hash of the training content: token ids, loss masks and lengths of all documents, in order."""
         ...
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
-from gearbox.data import corpus, loss_mask, sources, tokenization
+from gearbox.data import corpus, loss_mask, tokenization
 from gearbox.data.corpus import Builder, MappedDocuments
 from gearbox.data.records import NO_FORM, NO_NAMES, Item, OriginSummary, RecordReader
 from gearbox.data.sources import Origin
@@ -60,8 +60,6 @@ class DocumentsOfShard(MappedDocuments):
         super().__init__(path, origins)
         self.summaries = [OriginSummary(origin.source, forms.get(i, ""), 0, []) for i, origin in enumerate(origins)]
         self.bad = bad
-        self.questions: list[tokenization.Question] = []
-        self.digest = ""
 
 
 class Preparation:
@@ -81,17 +79,12 @@ class Preparation:
         self.chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, recipe.data.supervise, recipe.data.supervise_supplied)
         self.is_weighted = recipe.data.sources[0].weight is not None
         self.evaluated = corpus.load_evaluated(recipe, tokenizer, Builder(tell=tell))
-        try:
-            self.origins = sources.find(recipe.data.sources)
-            self.stamps = [origin.stamp() for origin in self.origins]
-            content: list[object] = [[origin.source, origin.fields, origin.content()] for origin in self.origins]
-        except OSError as error:
-            raise UserError(f"data.path: {error.filename}: cannot be read: {error.strerror}") from None
+        self.origins, self.stamps, content = corpus.find_origins(recipe.data)
         content += [source.weight for source in recipe.data.sources]
         content += [self.evaluated.digest] if self.evaluated is not None else []
         self.settings = shard_index.settings_of(recipe, tokenizer)
         self.made_with = shard_index.made_with(num_records, content)
-        self.copies = None if self.evaluated is None else splits.evaluation_chunks(recipe, self.evaluated)[1]
+        self.evaluation = None if self.evaluated is None else splits.evaluation_chunks(recipe, self.evaluated)
         filesystem.make_folder(folder / SHARDS)
         for path in sorted((folder / SHARDS).glob("*/made")):
             self._read(path.parent)
@@ -151,7 +144,7 @@ class Preparation:
         tokenization.write_documents(made / DOCUMENTS, noted(), self.chat_tokenizer, collected, self.tell)
         tokenization.check_stamps([self.origins[i] for i in num_records], [self.stamps[i] for i in num_records])
         documents = DocumentsOfShard(made / DOCUMENTS, self.origins, forms, collected.bad)
-        divided = splits.divide(recipe, documents, self.copies)
+        divided = splits.divide(recipe, documents, self.evaluation[1] if self.evaluation else None)
         pad_token = splits.pad_token_of(tokenizer)
         rows = PackedRows(documents, divided.training, recipe.batch.row_tokens, pad_token, recipe.data.packing)
         rows.save(made)
@@ -285,7 +278,7 @@ class Preparation:
         weights = [source.weight for source in recipe.data.sources if source.weight is not None]
         held_out, questions, dropped_of_evaluation = self._write_held_out(folders, abouts, forms)
         return ShardIndex(
-            format="gearbox shards 1",
+            format=shard_index.FORMAT,
             settings=self.settings,
             made_with=self.made_with,
             weights=weights or None,
@@ -313,13 +306,13 @@ class Preparation:
         """
         recipe, dropped = self.recipe, ""
         parts: list[tuple[Path, NDArray[np.int64] | None]]
-        if self.evaluated is None:
+        if self.evaluated is None or self.evaluation is None:
             parts = [(folder / MADE / HELD_OUT_DOCUMENTS, None) for folder in folders]
             questions, origins = _questions(abouts), self.origins
             if not any(about["held_out"] for about in abouts):
                 return None, [], ""
         else:
-            chunks, _, unused = splits.evaluation_chunks(recipe, self.evaluated)
+            chunks, _, unused = self.evaluation
             chosen = np.unique(chunks.document)
             place = {document: number for number, document in enumerate(chosen.tolist())}
             asked = [one for one in self.evaluated.questions if one.document in place]

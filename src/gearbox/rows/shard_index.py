@@ -16,10 +16,10 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gearbox import filesystem
 from gearbox.config.recipe import Recipe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 INDEX, SHARDS, HELD_OUT, DROPPED = "index.json", "shards", "held_out", "dropped.jsonl"
-FORMAT = "gearbox shards 1"
+FORMAT: Final = "gearbox shards 1"
 Settings = dict[str, Any]  # values that JSON can hold, by recipe key
 
 START = json.dumps({"format": FORMAT})[:-1].encode()  # of the file
@@ -141,7 +141,7 @@ class ShardIndex(Part):
     """What the rows depend on, by recipe key."""
     made_with: Settings
     """Versions, code, content of the sources, and records per shard: equal in all parts."""
-    weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None
+    weights: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] | None
     """Weight of each data.path entry, if it has one."""
     paths: list[Text]
     """The data.path entries."""
@@ -159,11 +159,6 @@ class ShardIndex(Part):
     """Questions of held-out documents, those with the lowest hashes first."""
     answer_ends: list[Count]
     """Special and added tokens that end trained spans."""
-
-    @field_validator("weights")
-    @classmethod
-    def _floats(cls, weights: list[float] | None) -> list[float] | None:
-        return weights or None
 
     @model_validator(mode="after")
     def _consistent(self) -> ShardIndex:
@@ -203,9 +198,8 @@ class ShardIndex(Part):
             raise UserError(f"{name}: {place + ': ' if place else ''}{problem}; prepare the data again") from None
 
     def write(self, path: Path) -> None:
-        """Write the file. Its content starts with the format."""
-        content = {"format": self.format} | self.model_dump(mode="json")
-        filesystem.atomic_write(path, json.dumps(content) + "\n")
+        """Write the file. Its content starts with the format, the first field."""
+        filesystem.atomic_write(path, json.dumps(self.model_dump(mode="json")) + "\n")
 
 
 def is_index(path: Path) -> bool:

@@ -101,10 +101,8 @@ class TrainingRows:
 
     training: PackedRows
     held_out: PackedRows
-    num_steps: int
-    """Optimizer steps of the run: train.steps, or the number that train.epochs needs."""
     num_rows: int
-    """Rows that these steps train: all rows of train.steps, or exactly the rows of train.epochs."""
+    """Rows that the run trains: all rows of train.steps, or exactly the rows of train.epochs."""
     sampler: Sampler
     """Chooses the training rows of each step."""
     samples: list[Sample]
@@ -113,6 +111,11 @@ class TrainingRows:
     """The records of data.path and eval.path that are not used, one on a line; None if it is not on this machine."""
     leakage: Leakage | None = None
     """Leakage between packed documents, once measured with the model. None if rows are not packed."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run: train.steps, or the number that train.epochs needs."""
+        return -(-self.num_rows // self.sampler.rows_per_step)
 
     def rows_of_step(self, step: int) -> list[int]:
         """Return the training rows of a step, in order. The run's last step may have fewer rows than the others."""

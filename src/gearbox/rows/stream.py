@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gearbox import filesystem
+from gearbox.config.loader import is_url
 from gearbox.config.recipe import Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.data import corpus
 from gearbox.data.corpus import Builder, MappedCorpus
-from gearbox.data.shard_store import ShardStore, is_url, read_file
+from gearbox.data.shard_store import ShardStore, read_file
 from gearbox.data.tokenization import Question
 from gearbox.errors import UserError
 from gearbox.rows import arranged, shard_index, splits
@@ -209,7 +210,6 @@ def _open_stream(
         TrainingRows(
             training=rows,
             held_out=held_out,
-            num_steps=-(-num_rows // recipe.batch.rows),
             num_rows=num_rows,
             sampler=sampler,
             samples=splits.find_samples(held_out, questions, recipe.eval.samples),

@@ -27,15 +27,12 @@ from gearbox.redact import redacted
 from gearbox.training import leftovers
 
 MAY_CHANGE = (
-    *("train.steps", "train.epochs", "save.", "eval.", "run.", "perf.", "batch.micro_rows", "model.attention"),
+    "train.steps", "train.epochs", "save.", "eval.", "run.", "perf.", "batch.micro_rows", "model.attention",
     "data.cache_gb",
-)
+)  # fmt: skip
 MAY_NOT = {"run.rehearse": None, "perf.float8": False, "perf.ddp_compression": "none"}  # with the value if absent
-ADDED_LATER = (
-    "model.dropout",
-    "schedule.decay",
-    "data.shuffle_shards",
-)  # absent from earlier checkpoints, or where they have no effect
+# Absent from earlier checkpoints, or where they have no effect.
+ADDED_LATER = ("model.dropout", "schedule.decay", "data.shuffle_shards")
 SHOWN_DIFFERENCES = 10
 MOST_EPOCHS = 10**9
 SHORT = reprlib.Repr()

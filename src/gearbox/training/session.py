@@ -134,10 +134,9 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     arguments = probes.document_arguments(config, tokenizer)
     by_document = "positions" in arguments and engines.attends_by_document(gear)
     attention = loading.attention_of(config, recipe.model.attention, by_document)
-    if gear.shares_rows:
-        sequence_parallel.check_attention(gear, config.model_type, attention)
-        if by_document:  # else flash attention, which only ulysses takes
-            probes.check_divided_rows(config, tokenizer, recipe.batch.row_tokens)
+    sequence_parallel.check_attention(gear, config.model_type, attention)
+    if gear.shares_rows and by_document:  # else flash attention, which only ulysses takes
+        probes.check_divided_rows(config, tokenizer, recipe.batch.row_tokens)
     if recipe.model.attention == "auto" and engines.attends_by_document(gear) and not by_document:
         world.screen.print(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
     # Before loading, because ZeRO-3 shards the model while it loads.
