@@ -1,0 +1,1 @@
+"""Plan memory, time and price from the files, before a GPU is booked."""

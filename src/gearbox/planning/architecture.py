@@ -1,0 +1,334 @@
+"""Read the shapes of a model from its config.json: a closed form for each family, without torch and without weights.
+
+tests/planning/test_architecture.py compares the numbers of weights with the models that transformers builds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gearbox import ROOT
+from gearbox.config.recipe import Model
+from gearbox.errors import UserError, nearest
+
+Config = Mapping[str, Any]
+"""The content of a config.json."""
+ARCHITECTURES = ROOT / "recipes" / "architectures"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes the layers of a family. A string is the key of config.json that decides."""
+
+    qkv_bias: bool | str = False
+    """Biases of the queries, keys and values."""
+    output_bias: bool | str = False
+    """Bias of the attention's output."""
+    mlp_bias: bool | str = False
+    is_gated: bool = True
+    """True if a gate multiplies the hidden part of the MLP."""
+    is_fused: bool = False
+    """True if queries, keys and values are one matrix, and gate and up another."""
+    num_norms: int = 2
+    """Norms of a layer over the width, not counting those of queries and keys."""
+    norms_outputs: bool = False
+    """True if norms follow attention and MLP only, instead of preceding them."""
+    norm_parts: int = 1
+    """Vectors of a norm: 2 with a bias."""
+    qk_norm: str = ""
+    """Norms of queries and keys: over each `head`, over `all` heads, or none."""
+    expert_bias: bool = False
+    """Biases of experts and router, and a learned sink for each head, as in gpt-oss."""
+    defaults: Config = field(default_factory=dict)
+    """Values of keys that a config.json may lack."""
+
+
+_GEMMA: Config = {"tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000}
+_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+FAMILIES = {
+    "arcee": Family(**_BIASES, mlp_bias="mlp_bias", is_gated=False),
+    "exaone4": Family(norms_outputs=True, qk_norm="head"),
+    "gemma": Family(**_BIASES, defaults=_GEMMA),
+    "gemma2": Family(**_BIASES, num_norms=4, defaults=_GEMMA),
+    "gemma3_text": Family(
+        **_BIASES, num_norms=4, qk_norm="head", defaults={**_GEMMA, "vocab_size": 262_208, "num_key_value_heads": 4}
+    ),
+    "glm4": Family(qkv_bias="attention_bias", num_norms=4, defaults={"attention_bias": True, "head_dim": 128}),
+    "gpt_oss": Family(
+        **_BIASES, expert_bias=True, defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128}
+    ),
+    "granite": Family(**_BIASES, mlp_bias="mlp_bias"),
+    "llama": Family(**_BIASES, mlp_bias="mlp_bias"),
+    "ministral": Family(),
+    "mistral": Family(defaults={"num_key_value_heads": 8}),
+    "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "olmo2": Family(**_BIASES, norms_outputs=True, qk_norm="all"),
+    "olmo3": Family(**_BIASES, norms_outputs=True, qk_norm="all"),
+    "olmoe": Family(**_BIASES, qk_norm="all", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
+    "phi3": Family(is_fused=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(
+        qkv_bias="qkv_bias",
+        defaults={"qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+        | {"shared_expert_intermediate_size": 5632},
+    ),
+    "qwen3": Family(**_BIASES, qk_norm="head", defaults={"head_dim": 128}),
+    "qwen3_moe": Family(
+        **_BIASES,
+        qk_norm="head",
+        defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "seed_oss": Family(
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8},
+    ),
+    "smollm3": Family(
+        **_BIASES, mlp_bias="mlp_bias", defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
+    ),
+    "starcoder2": Family(
+        qkv_bias="use_bias",
+        output_bias="use_bias",
+        mlp_bias="use_bias",
+        is_gated=False,
+        norm_parts=2,
+        defaults={"use_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer of a block."""
+
+    name: str
+    inputs: int
+    outputs: int
+    has_bias: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        """The number of its weights, with its bias."""
+        return self.outputs * (self.inputs + self.has_bias)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer, whose matrices of one kind are one parameter."""
+
+    count: int
+    chosen: int
+    """Experts that compute a token."""
+    width: int
+    has_bias: bool
+
+    def num_weights(self, hidden: int) -> int:
+        """Return the number of weights of all experts."""
+        biases = 2 * self.width + hidden if self.has_bias else 0
+        return self.count * (3 * hidden * self.width + biases)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shapes of a decoder."""
+
+    family: str
+    num_layers: int
+    width: int
+    """Features of a hidden state."""
+    heads: int
+    key_heads: int
+    head_size: int
+    mlp_width: int
+    """Features inside the MLP of a dense layer."""
+    vocabulary: int
+    is_tied: bool
+    """True if embedding and output head share their weights."""
+    positions: int | None
+    """The length of a row that the model was trained for, None if it has no such limit."""
+    style: Family
+    experts: Experts | None = None
+    num_sparse: int = 0
+    """Layers with experts."""
+    shared_width: int = 0
+    """Features inside the expert that computes every token."""
+
+    @classmethod
+    def of(cls, config: Config) -> Architecture:
+        """Return the shapes for the content of a config.json. Raise UserError if the family has no closed form."""
+        config = text_config(config)
+        name = str(config.get("model_type"))
+        if name not in FAMILIES:
+            raise UserError(
+                f"model.name: the family {name} has no closed form{nearest(name, list(FAMILIES))}; run src/plan.py "
+                "with --simulate"
+            )
+        style = FAMILIES[name]
+        given = {**style.defaults, **{key: value for key, value in config.items() if value is not None}}
+        try:
+            return cls._read(name, style, given)
+        except KeyError as error:
+            raise UserError(f"model.name: config.json has no {error}; add it, or download the file again") from None
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"model.name: config.json: {error}; download the file again") from None
+
+    @classmethod
+    def _read(cls, name: str, style: Family, given: Config) -> Architecture:
+        numbers = {key: _count(given, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+        width, heads, num_layers = numbers["hidden_size"], numbers["num_attention_heads"], numbers["num_hidden_layers"]
+        experts = _experts(given, style)
+        return cls(
+            family=name,
+            num_layers=num_layers,
+            width=width,
+            heads=heads,
+            key_heads=_count({"num_key_value_heads": heads, **given}, "num_key_value_heads"),
+            head_size=_count({"head_dim": width // heads, **given}, "head_dim"),
+            mlp_width=_count(given, "intermediate_size"),
+            vocabulary=_count(given, "vocab_size"),
+            is_tied=bool(given.get("tie_word_embeddings", False)),
+            positions=_count(given, "max_position_embeddings") if "max_position_embeddings" in given else None,
+            style=_decided(style, given),
+            experts=experts,
+            num_sparse=_num_sparse(given, num_layers) if experts else 0,
+            shared_width=int(given.get("shared_expert_intermediate_size", 0)) if experts else 0,
+        )
+
+    @property
+    def attention(self) -> tuple[Matrix, ...]:
+        """The matrices of a layer's attention."""
+        style, queries, keys = self.style, self.heads * self.head_size, self.key_heads * self.head_size
+        bias, output = bool(style.qkv_bias), Matrix("o_proj", queries, self.width, bool(style.output_bias))
+        if style.is_fused:
+            return Matrix("qkv_proj", self.width, queries + 2 * keys, bias), output
+        sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        return *(Matrix(name, self.width, size, bias) for name, size in sizes.items()), output
+
+    @property
+    def mlp(self) -> tuple[Matrix, ...]:
+        """The matrices of a dense layer's MLP."""
+        return self._mlp(self.mlp_width)
+
+    @property
+    def shared(self) -> tuple[Matrix, ...]:
+        """The matrices of the expert that computes every token, with its gate."""
+        gate = Matrix("shared_expert_gate", self.width, 1)
+        return (*self._mlp(self.shared_width), gate) if self.shared_width else ()
+
+    def _mlp(self, size: int) -> tuple[Matrix, ...]:
+        bias, down = bool(self.style.mlp_bias), Matrix("down_proj", size, self.width, bool(self.style.mlp_bias))
+        if self.style.is_fused:
+            return Matrix("gate_up_proj", self.width, 2 * size, bias), down
+        names = ("gate_proj", "up_proj") if self.style.is_gated else ("up_proj",)
+        return *(Matrix(name, self.width, size, bias) for name in names), down
+
+    @property
+    def matrices(self) -> Iterator[tuple[Matrix, int]]:
+        """Each linear layer of all blocks, and in how many layers it is. Experts and routers are none."""
+        yield from ((matrix, self.num_layers) for matrix in self.attention)
+        yield from ((matrix, self.num_layers - self.num_sparse) for matrix in self.mlp)
+        yield from ((matrix, self.num_sparse) for matrix in self.shared)
+
+    @property
+    def embedding_weights(self) -> int:
+        """The number of weights of the embedding; the output head has as many, or shares them."""
+        return self.vocabulary * self.width
+
+    @property
+    def norm_weights(self) -> int:
+        """The number of weights of a layer's norms."""
+        style = self.style
+        of_heads = {"": 0, "head": 2, "all": self.heads + self.key_heads}[style.qk_norm] * self.head_size
+        return style.num_norms * style.norm_parts * self.width + of_heads
+
+    def layer_weights(self, sparse: bool = False) -> int:
+        """Return the number of weights of a dense or of a sparse layer."""
+        count = self.norm_weights + sum(matrix.num_weights for matrix in self.attention)
+        count += self.heads if self.style.expert_bias else 0
+        if not sparse or self.experts is None:
+            return count + sum(matrix.num_weights for matrix in self.mlp)
+        router = self.experts.count * (self.width + self.style.expert_bias)
+        return count + self.experts.num_weights(self.width) + router + sum(one.num_weights for one in self.shared)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of all weights."""
+        num_dense = self.num_layers - self.num_sparse
+        blocks = num_dense * self.layer_weights() + self.num_sparse * self.layer_weights(sparse=True)
+        return blocks + (1 if self.is_tied else 2) * self.embedding_weights + self.style.norm_parts * self.width
+
+    @property
+    def active_weights(self) -> int:
+        """The number of weights that multiply a token, with the output head."""
+        count = sum(matrix.inputs * matrix.outputs * layers for matrix, layers in self.matrices)
+        if self.experts is not None:
+            count += self.num_sparse * self.width * (3 * self.experts.width * self.experts.chosen + self.experts.count)
+        return count + self.embedding_weights
+
+
+def text_config(config: Config) -> Config:
+    """Return the part of a config.json that describes the text decoder."""
+    inner = config.get("text_config")
+    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner} if isinstance(inner, dict) else config
+
+
+def read_config(model: Model) -> Config | None:
+    """Return the config.json of a model's folder, of the Hub's cache or of recipes/architectures; None without one."""
+    for path in _places(model):
+        if path.is_file():
+            try:
+                content = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path}: is not JSON ({error}); download it again") from None
+            if not isinstance(content, dict):
+                raise UserError(f"{path}: must be a mapping; download it again")
+            return content
+    return None
+
+
+def _places(model: Model) -> Iterator[Path]:
+    """Yield where the config.json of a model may be."""
+    yield Path(model.name) / "config.json"
+    cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or cache / "hub").expanduser()
+    folder = hub / f"models--{model.name.replace('/', '--')}"
+    reference = folder / "refs" / (model.revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else model.revision or ""
+    if commit:
+        yield folder / "snapshots" / commit / "config.json"
+    yield ARCHITECTURES / f"{model.name.replace('/', '--')}.json"
+
+
+def _decided(style: Family, given: Config) -> Family:
+    """Return the style with each key of config.json replaced by its value."""
+    named = ("qkv_bias", "output_bias", "mlp_bias")
+    values = {name: getattr(style, name) for name in named}
+    return replace(style, **{name: bool(given.get(key)) for name, key in values.items() if isinstance(key, str)})
+
+
+def _experts(given: Config, style: Family) -> Experts | None:
+    name = next((name for name in ("num_local_experts", "num_experts") if name in given), None)
+    if name is None or not given[name]:
+        return None
+    width = "moe_intermediate_size" if "moe_intermediate_size" in given else "intermediate_size"
+    return Experts(_count(given, name), _count(given, "num_experts_per_tok"), _count(given, width), style.expert_bias)
+
+
+def _num_sparse(given: Config, num_layers: int) -> int:
+    """Return the number of layers with experts."""
+    step, dense = int(given.get("decoder_sparse_step", 1)), given.get("mlp_only_layers") or []
+    return sum((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
+
+
+def _count(given: Config, key: str) -> int:
+    """Return a positive whole number of config.json. Raise ValueError for anything else."""
+    value = given[key]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a positive whole number")
+    return value

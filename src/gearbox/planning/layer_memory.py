@@ -1,0 +1,234 @@
+"""Compute in closed form what a layer of a decoder takes on one rank, for training steps of our loop.
+
+The figures follow what the functions in kernels/ keep for the backward pass.
+
+Letters as elsewhere: N tokens of a pass on one rank, H width, I features inside the MLP, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gearbox.config.gear import Gear
+from gearbox.config.job import Job
+from gearbox.planning.architecture import Architecture, Matrix
+
+BF16, FP32 = 2, 4  # bytes of a number
+NF4 = 4.127 / 8  # bytes of a weight with double quantization: 4 bits, a byte for each 64, 4 bytes for each 64 * 256
+
+
+class Shares(NamedTuple):
+    """Parts that an engine divides the model into, one for each rank of a group."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a step: the sizes that a rank computes, and what its engine holds, gathers and sums."""
+
+    method: str
+    """full, lora, dora, qlora or qdora."""
+    num_tokens: int
+    """N: tokens of a forward pass on this rank."""
+    checkpointing: str = "none"
+    optimizer: str = "adamw"
+    master_bytes: int = FP32
+    """Bytes of a trained weight between steps, of its gradient, and of each of AdamW's moments."""
+    adapter: tuple[int, tuple[str, ...] | None] = (16, None)
+    """The rank of an adapter and the names of the layers that it adapts; None for all linear layers."""
+    accumulates: bool = True
+    """True if a step has several micro-batches, so that gradients are held while another one runs."""
+    shares: Shares = Shares(1, 1, 1)
+    casts: bool = True
+    """True if autocast computes in bf16 with the weights of the optimizer, as under single, ddp, tp and pp."""
+    gathers: bool = False
+    """True if the weights of a layer are gathered when it computes."""
+    zero_stage: int = 0
+    offload: str | None = None
+    tp: int = 1
+    """Ranks that divide each matrix."""
+    stages: int = 1
+    """Ranks that divide the layers."""
+    in_flight: int = 1
+    """Micro-batches whose activations a rank holds: under a pipeline at most the number of stages."""
+    key_tokens: int = 0
+    """Tokens of the complete rows whose keys and values a rank gathers, if ranks share each row."""
+    num_ranks: int = 1
+    logit_bytes: float | None = None
+    """Bytes of each logit of all N tokens where a trainer keeps them; None for our head, which keeps a chunk."""
+
+    @classmethod
+    def of(cls, job: Job) -> Setup:
+        """Return the setup of a recipe under a gear, as it runs on GPUs in the gear's precision."""
+        recipe, gear, batch = job.recipe, job.gear, job.batch
+        row_tokens, parts = recipe.batch.row_tokens, gear.degree("sp") * gear.degree("cp")
+        tokens = batch.micro_rows * row_tokens // parts
+        if recipe.perf.pass_tokens and gear.engine in ("single", "ddp") and recipe.data.packing:
+            tokens = min(tokens, max(recipe.perf.pass_tokens, row_tokens // batch.micro_rows))
+        targets = recipe.adapter.targets
+        names = None if isinstance(targets, str) else tuple(targets)
+        stages, steps = gear.degree("pp"), batch.accumulation_steps
+        return cls(
+            method=recipe.method,
+            num_tokens=tokens,
+            checkpointing=recipe.perf.checkpointing,
+            optimizer=recipe.optim.name,
+            master_bytes=FP32 if recipe.optim.master_weights == "fp32" else BF16,
+            adapter=(recipe.adapter.r, names),
+            accumulates=steps > 1,
+            shares=shares_of(gear),
+            casts=gear.precision == "bf16" and gear.engine in ("single", "ddp", "tp", "pp"),
+            gathers=gear.engine == "fsdp" or gear.zero_stage == 3,
+            zero_stage=gear.zero_stage,
+            offload=gear.offload,
+            tp=gear.degree("tp"),
+            stages=stages,
+            in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
+            key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
+            num_ranks=gear.num_processes,
+        )
+
+    @property
+    def trains_all(self) -> bool:
+        """True if all weights are trained."""
+        return self.method == "full"
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a feature of the hidden states between layers: what autocast adds to fp32 weights is fp32."""
+        return FP32 if self.casts and self.trains_all and self.master_bytes == FP32 else BF16
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of the copy that autocast makes of each trained weight."""
+        return BF16 if self.casts and self.master_bytes == FP32 else 0
+
+
+def shares_of(gear: Gear) -> Shares:
+    """Return the numbers of parts that a gear divides weights, gradients and optimizer state into."""
+    if gear.engine == "fsdp" or gear.zero_stage == 3:
+        return Shares(gear.shard, gear.shard, gear.shard)
+    stage, ranks = gear.zero_stage, gear.data_parallel
+    return Shares(1, ranks if stage == 2 else 1, ranks if stage else 1)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer on one rank: its features, and the bytes that it takes."""
+
+    shape: Architecture
+    setup: Setup
+    is_sparse: bool
+
+    @property
+    def queries(self) -> int:
+        """Features of all queries."""
+        return self.shape.heads * self.shape.head_size // self.setup.tp
+
+    @property
+    def keys(self) -> int:
+        """Features of all keys, and of all values."""
+        return self.shape.key_heads * self.shape.head_size // self.setup.tp
+
+    @property
+    def inner(self) -> int:
+        """I: features inside the MLP, or inside the experts that compute a token."""
+        experts = self.shape.experts if self.is_sparse else None
+        inside = self.shape.mlp_width if experts is None else experts.width * experts.chosen + self.shape.shared_width
+        return inside // self.setup.tp
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The linear layers."""
+        return [*self.shape.attention, *(self.shape.shared if self.is_sparse else self.shape.mlp)]
+
+    @property
+    def adapted(self) -> list[Matrix]:
+        """The linear layers that an adapter changes."""
+        _, names = self.setup.adapter
+        return [] if self.setup.trains_all else [one for one in self.matrices if names is None or one.name in names]
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights on one rank."""
+        return self.shape.layer_weights(self.is_sparse) // self.setup.tp
+
+    @property
+    def adapter_weights(self) -> int:
+        """The number of weights of the adapters."""
+        rank, _ = self.setup.adapter
+        magnitudes = "dora" in self.setup.method
+        return sum(rank * (one.inputs + one.outputs) + magnitudes * one.outputs for one in self.adapted)
+
+    @property
+    def trained(self) -> int:
+        """The number of weights that are trained."""
+        return self.num_weights if self.setup.trains_all else self.adapter_weights
+
+    @property
+    def in_autocast(self) -> int:
+        """The number of weights of the layers that autocast casts, as our kernels do not know their inputs."""
+        style, names = self.shape.style, {self.shape.attention[-1].name}
+        if style.norms_outputs:
+            names |= {one.name for one in self.matrices[:-1]}
+        if style.is_fused or not style.is_gated:
+            names.add(self.matrices[-1].name)
+        return sum(one.num_weights for one in self.matrices if one.name in names) // self.setup.tp
+
+    def kept_for_all(self) -> int:
+        """Return the bytes of a token that the backward pass reads, if nothing is computed again."""
+        shape, setup, style = self.shape, self.setup, self.shape.style
+        normed = style.num_norms if style.norms_outputs else style.num_norms - 2  # outputs of attention and MLP
+        norms = 2 * setup.stream * shape.width + normed * BF16 * shape.width + FP32 * style.num_norms
+        if style.norms_outputs and setup.stream == FP32:  # each matrix keeps its own cast of its input
+            norms += (BF16 * (len(self.matrices) - 2) - 2 * FP32) * shape.width
+        heads, copies = shape.heads, 2
+        if style.qk_norm:
+            heads, copies = heads + shape.heads + shape.key_heads, 3
+        attention = BF16 * copies * (self.queries + self.keys) + FP32 * heads // setup.tp
+        inner = BF16 * self.inner * (2 if style.is_gated else 1)
+        if style.is_fused:  # the parts of a product keep all of it, and the MLP all that it computes
+            attention += BF16 * (self.queries + self.keys)
+            inner *= 2
+        return norms + attention + inner + BF16 * setup.adapter[0] * len(self.adapted)
+
+    def kept_for_products(self) -> int:
+        """Return the bytes of a token that selective checkpointing keeps: the input, and all products and attention."""
+        shape, gates = self.shape, 2 if self.shape.style.is_gated else 1
+        outputs = 2 * self.queries + 2 * self.keys + 2 * shape.width + gates * self.inner
+        low = self.setup.adapter[0] * len(self.adapted)
+        return self.setup.stream * shape.width + BF16 * (outputs + low) + FP32 * shape.heads // self.setup.tp
+
+    def kept(self) -> int:
+        """Return the bytes that wait for the backward pass."""
+        setup = self.setup
+        a_token = {
+            "none": self.kept_for_all,
+            "selective": self.kept_for_products,
+            "full": lambda: setup.stream * self.shape.width,
+            "offload": lambda: 0,
+        }[setup.checkpointing]()
+        is_whole = setup.checkpointing == "none"
+        return setup.num_tokens * a_token + (self.cast() + self.gathered_keys() if is_whole else 0)
+
+    def cast(self) -> int:
+        """Return the bytes of the trained weights that autocast has cast to bf16."""
+        return self.setup.cast_bytes * self.trained
+
+    def gathered_keys(self) -> int:
+        """Return the bytes of the keys and values of complete rows, if ranks share each row."""
+        return BF16 * 2 * self.keys * self.setup.key_tokens
+
+    def backward(self) -> int:
+        """Return the bytes that the backward pass of the layer takes in addition: what is computed again, and three
+        gradients inside the MLP. The hidden states of the head are free by then.
+        """
+        setup, again = self.setup, 0
+        if setup.checkpointing in ("full", "offload"):
+            again = self.kept_for_all() - setup.stream * self.shape.width * (setup.checkpointing == "full")
+        rebuilt = 0 if setup.checkpointing == "none" else self.cast() + self.gathered_keys()
+        return setup.num_tokens * (again + BF16 * 3 * self.inner - BF16 * self.shape.width) + rebuilt

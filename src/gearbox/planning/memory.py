@@ -1,0 +1,246 @@
+"""Compute in closed form what each GPU holds at the moment of a training step when it holds most.
+
+The tests compare the figures with simulated steps, with measured ones, and with figures that other projects published.
+
+Letters as elsewhere: N tokens of a pass on one rank, H width, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from gearbox.config.job import Job
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.layer_memory import BF16, FP32, NF4, Layer, Setup
+
+NUM_LOGITS = 2**26  # of a chunk of the output head on a GPU, as in kernels/head.py
+CONTEXT = 600 * 2**20  # of CUDA and its libraries on each GPU
+COMMUNICATION = 400 * 2**20  # of NCCL's buffers, with several ranks
+TERMS = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "allowance")
+FRAGMENTATION = 0.03  # share of the activations that the allocator reserves in addition
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of a run, in bytes."""
+
+    terms: dict[str, int]
+    """What a GPU holds at its peak, by TERMS."""
+    moment: str
+    """When the peak is reached."""
+    state_bytes: int
+    """Weights, gradients and optimizer state of a GPU: what no smaller batch reduces."""
+    loading_bytes: int
+    """The peak of a GPU while the model loads."""
+    host_bytes: int
+    """What all ranks of a machine hold in host memory, apart from Python and its libraries."""
+    checkpoint_bytes: int
+    """Size of a checkpoint."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of a GPU, with what CUDA and its allocator take."""
+        return sum(self.terms.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak of what a step's tensors take."""
+        return self.peak_bytes - self.terms["allowance"]
+
+
+
+def predict(shape: Architecture, job: Job) -> Prediction:
+    """Return the memory of a recipe under a gear, on GPUs in the gear's precision."""
+    return predicted(shape, Setup.of(job))
+
+
+def predicted(shape: Architecture, setup: Setup) -> Prediction:
+    """Return the memory of a setup: that of the rank that holds most."""
+    return max((Part.of(shape, setup, stage).predict() for stage in range(setup.stages)), key=lambda one: one.peak_bytes)
+
+
+Moment = dict[str, float]
+"""The bytes of each of TERMS that a moment adds to what a rank always holds."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that one rank computes: layers, and perhaps the embedding and the output head."""
+
+    shape: Architecture
+    setup: Setup
+    layers: list[Layer]
+    has_embedding: bool = True
+    has_head: bool = True
+
+    @classmethod
+    def of(cls, shape: Architecture, setup: Setup, stage: int) -> Part:
+        """Return a stage of a pipeline, or the complete model."""
+        dense, sparse = Layer(shape, setup, False), Layer(shape, setup, True)
+        layers = [sparse] * shape.num_sparse + [dense] * (shape.num_layers - shape.num_sparse)
+        sizes, ends = [layer.num_weights for layer in layers], shape.embedding_weights
+        bounds = balance(sizes, setup.stages, ends, ends)
+        return cls(
+            shape, setup, layers[bounds[stage] : bounds[stage + 1]], stage == 0, stage == setup.stages - 1
+        )
+
+    @property
+    def head_weights(self) -> int:
+        """The number of weights of the output head on this rank."""
+        return self.shape.embedding_weights // self.setup.tp if self.has_head else 0
+
+    @property
+    def outside(self) -> int:
+        """The number of weights outside the layers."""
+        is_shared = self.shape.is_tied and self.has_embedding and self.has_head
+        norm = self.shape.width * self.shape.style.norm_parts if self.has_head else 0
+        ends = 1 if is_shared else self.has_embedding + self.has_head
+        return ends * self.shape.embedding_weights // self.setup.tp + norm
+
+    @property
+    def trained(self) -> int:
+        """The number of weights that are trained."""
+        return sum(layer.trained for layer in self.layers) + (self.outside if self.setup.trains_all else 0)
+
+    def held(self) -> dict[str, float]:
+        """Return the bytes of weights, gradients and optimizer state between two micro-batches."""
+        setup, trained, shares = self.setup, self.trained, self.setup.shares
+        frozen = 0.0
+        if not setup.trains_all:
+            each = NF4 if setup.method.startswith("q") else BF16
+            in_layers = sum(self._frozen(layer, each) for layer in self.layers)
+            frozen = (in_layers + BF16 * self.outside) / shares.weights
+        state = trained * moments_of(setup, self)
+        if setup.zero_stage:  # bf16 copies, and fp32 masters beside the moments
+            copies = BF16 if setup.zero_stage == 1 else 0
+            return {
+                "weights": trained * BF16 / shares.weights + frozen,
+                "gradients": trained * (FP32 / shares.gradients + copies),
+                "optimizer": (state + FP32 * trained) / shares.optimizer,
+            }
+        return {
+            "weights": trained * setup.master_bytes / shares.weights + frozen,
+            "gradients": trained * setup.master_bytes / shares.gradients,
+            "optimizer": state / shares.optimizer,
+        }
+
+    def _frozen(self, layer: Layer, each: float) -> float:
+        """Return the bytes of a layer's frozen weights: its linear layers take `each`, all others two."""
+        in_matrices = sum(one.inputs * one.outputs for one in layer.matrices) / self.setup.tp
+        return in_matrices * each + (layer.num_weights - in_matrices) * BF16
+
+    def kept(self) -> float:
+        """Return the bytes that all layers keep for the backward pass."""
+        return self.setup.in_flight * sum(layer.kept() for layer in self.layers)
+
+    def in_head(self) -> Moment:
+        """Return what the output head adds while it computes the loss and its own gradients."""
+        setup, width, tokens = self.setup, self.shape.width, self.setup.num_tokens
+        vocabulary = self.shape.vocabulary // setup.tp
+        if setup.logit_bytes is not None:
+            return {"activations": self.kept(), "head": setup.logit_bytes * tokens * vocabulary}
+        states = tokens * width * (3 * setup.stream + BF16 + (BF16 if setup.stream == FP32 else 0))
+        chunk = min(max(1, NUM_LOGITS // vocabulary), tokens) * vocabulary
+        casts = setup.cast_bytes * self.head_weights if setup.trains_all else 0
+        gradient = FP32 * self.head_weights if setup.trains_all else 0
+        product = chunk * BF16 + (BF16 * self.head_weights if setup.trains_all else 0)
+        logits = max(chunk * (BF16 + FP32), product)
+        return {
+            "activations": self.kept() + self.in_autocast(),
+            "head": states + logits + gradient + casts,
+            "gathered": BF16 * self.head_weights if setup.gathers else 0,
+        }
+
+    def in_autocast(self) -> float:
+        """Return the bytes of casts that autocast keeps until the forward pass ends."""
+        if self.setup.checkpointing == "none" or not self.setup.trains_all:
+            return 0  # those of all matrices are kept anyway
+        return self.setup.cast_bytes * sum(layer.in_autocast for layer in self.layers)
+
+    def in_layer(self) -> Moment:
+        """Return what the backward pass of the last layer adds, while all others wait for theirs."""
+        setup, largest = self.setup, max(self.layers, key=lambda layer: layer.num_weights)
+        states = setup.num_tokens * self.shape.width * (setup.stream + BF16)  # input of the last norm; its gradient
+        gathered = 0.0
+        if setup.gathers:
+            reduced = FP32 * (1 + 1 / setup.shares.gradients) + BF16
+            gathered = 2 * BF16 * largest.num_weights + reduced * largest.trained
+        return {"activations": self.kept() + states + max(layer.backward() for layer in self.layers), "gathered": gathered}
+
+    def in_reduction(self) -> Moment:
+        """Return what is added while the gradient of the output head is summed over ranks."""
+        setup = self.setup
+        if not (setup.gathers and setup.trains_all):
+            return {}
+        reduced = BF16 + FP32 * (1 + 1 / setup.shares.gradients)
+        return {
+            "activations": self.kept() + setup.num_tokens * self.shape.width * (setup.stream + BF16),
+            "head": reduced * self.head_weights,
+        }
+
+    def at_the_end(self) -> Moment:
+        """Return what the backward pass of the first layer adds, when all gradients are there."""
+        last = self.layers[0]
+        return {"activations": last.kept() + last.backward()}
+
+    def predict(self) -> Prediction:
+        """Return the memory at the moment when the rank holds most."""
+        held = self.held()
+        early = held if self.setup.accumulates else {**held, "gradients": 0.0}
+        moments = {
+            "the output head": (early, self.in_head()),
+            "the backward pass of a layer": (early, self.in_layer()),
+            "the reduction of the head's gradient": (early, self.in_reduction()),
+            "the end of the backward pass": (held, self.at_the_end()),
+        }
+        sums = {
+            name: {term: base.get(term, 0) + added.get(term, 0) for term in TERMS}
+            for name, (base, added) in moments.items()
+        }
+        moment = max(sums, key=lambda name: sum(sums[name].values()))
+        terms = {term: round(count) for term, count in sums[moment].items()}
+        step = terms["activations"] + terms["head"] + terms["gathered"]
+        terms["allowance"] = CONTEXT + (COMMUNICATION if self.setup.num_ranks > 1 else 0) + round(FRAGMENTATION * step)
+        return Prediction(
+            terms=terms,
+            moment=moment,
+            state_bytes=round(sum(held.values())),
+            loading_bytes=0,
+            host_bytes=0,
+            checkpoint_bytes=0,
+        )
+
+
+def moments_of(setup: Setup, part: Part) -> float:
+    """Return the bytes of optimizer state for each trained weight, without masters."""
+    if setup.optimizer.startswith("paged"):
+        return 0
+    if setup.optimizer == "adamw_8bit":
+        return 2 + 2 * FP32 / 256  # a byte for each moment, and a scale for each block of 256
+    if setup.optimizer == "muon" and setup.trains_all:
+        matrices = sum(one.inputs * one.outputs for layer in part.layers for one in layer.matrices) / setup.tp
+        return setup.master_bytes * (2 - matrices / part.trained)
+    return 2 * setup.master_bytes
+
+
+def balance(layers: list[int], count: int, before: int, after: int) -> list[int]:
+    """Return where each stage begins, and the end, [count + 1], so that the largest stage is as small as possible.
+
+    `layers` are the layers' sizes; `before` and `after` are added to the first and the last stage. Of equally good
+    splits, the earlier stages get more layers, because the last one also computes the logits.
+    """
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[int, list[int]]:
+        """Return the size of the largest of the last `left` stages, from layer `first`, and their bounds."""
+        own = before if first == 0 else 0
+        if left == 1:
+            return own + sum(layers[first:]) + after, [first, len(layers)]
+        found = []
+        for end in range(len(layers) - left + 1, first, -1):
+            largest, bounds = best(end, left - 1)
+            found.append((max(own + sum(layers[first:end]), largest), [first, *bounds]))
+        return min(found, key=lambda each: each[0])
+
+    return best(0, count)[1]
