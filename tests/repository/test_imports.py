@@ -18,6 +18,7 @@ from gearbox.data import corpus
 # A folder may import only folders before it. Files directly in gearbox/ come before all, and import none.
 LAYERS = (
     "config",
+    "planning",
     "launch",
     "kernels",
     "data",
@@ -33,7 +34,7 @@ BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
-LIGHT = ("", "config", "launch")  # these report user errors within half a second
+LIGHT = ("", "config", "planning", "launch")  # these report user errors within half a second
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 # Exceptions outside distributed/ and sharding/, with the reason.
 ENGINES_ELSEWHERE = {

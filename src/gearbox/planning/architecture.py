@@ -6,7 +6,9 @@ tests/planning/test_architecture.py compares the numbers of weights with the mod
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from gearbox.errors import UserError, nearest
 Config = Mapping[str, Any]
 """The content of a config.json."""
 ARCHITECTURES = ROOT / "recipes" / "architectures"
+KNOWN = sorted(ARCHITECTURES.glob("*.json"))
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,7 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8},
     ),
-    "smollm3": Family(
-        **_BIASES, mlp_bias="mlp_bias", defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}
-    ),
+    "smollm3": Family(**_BIASES, mlp_bias="mlp_bias", defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "starcoder2": Family(
         qkv_bias="use_bias",
         output_bias="use_bias",
@@ -292,6 +293,18 @@ def read_config(model: Model) -> Config | None:
     return None
 
 
+def model_of_size(text: str) -> str:
+    """Return the name of the known model with about this number of weights, such as 70B. Raise UserError for others."""
+    size = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*([MBT])", text.strip(), re.IGNORECASE)
+    known = {path.stem.replace("--", "/"): Architecture.of(json.loads(path.read_text())).num_weights for path in KNOWN}
+    if size is not None and (wanted := float(size[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]):
+        name = min(known, key=lambda name: abs(math.log(known[name] / wanted)))
+        if abs(math.log(known[name] / wanted)) < math.log(1.25):
+            return name
+    sizes = ", ".join(f"{count / 1e9:.3g}B" for count in sorted({*known.values()}))
+    raise UserError(f"--params: {text!r} is no known size; the models of recipes/architectures have {sizes}")
+
+
 def _places(model: Model) -> Iterator[Path]:
     """Yield where the config.json of a model may be."""
     yield Path(model.name) / "config.json"
@@ -307,9 +320,16 @@ def _places(model: Model) -> Iterator[Path]:
 
 def _decided(style: Family, given: Config) -> Family:
     """Return the style with each key of config.json replaced by its value."""
-    named = ("qkv_bias", "output_bias", "mlp_bias")
-    values = {name: getattr(style, name) for name in named}
-    return replace(style, **{name: bool(given.get(key)) for name, key in values.items() if isinstance(key, str)})
+
+    def decided(key: bool | str) -> bool:
+        return bool(given.get(key)) if isinstance(key, str) else key
+
+    return replace(
+        style,
+        qkv_bias=decided(style.qkv_bias),
+        output_bias=decided(style.output_bias),
+        mlp_bias=decided(style.mlp_bias),
+    )
 
 
 def _experts(given: Config, style: Family) -> Experts | None:

@@ -26,9 +26,12 @@ class Shares(NamedTuple):
     optimizer: int
 
 
+WHOLE = Shares(1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Setup:
-    """What decides the memory of a step: the sizes that a rank computes, and what its engine holds, gathers and sums."""
+    """What decides the memory of a step: the sizes that a rank computes, and what its engine holds and gathers."""
 
     method: str
     """full, lora, dora, qlora or qdora."""
@@ -42,7 +45,7 @@ class Setup:
     """The rank of an adapter and the names of the layers that it adapts; None for all linear layers."""
     accumulates: bool = True
     """True if a step has several micro-batches, so that gradients are held while another one runs."""
-    shares: Shares = Shares(1, 1, 1)
+    shares: Shares = WHOLE
     casts: bool = True
     """True if autocast computes in bf16 with the weights of the optimizer, as under single, ddp, tp and pp."""
     gathers: bool = False
@@ -206,14 +209,11 @@ class Layer:
     def kept(self) -> int:
         """Return the bytes that wait for the backward pass."""
         setup = self.setup
-        a_token = {
-            "none": self.kept_for_all,
-            "selective": self.kept_for_products,
-            "full": lambda: setup.stream * self.shape.width,
-            "offload": lambda: 0,
-        }[setup.checkpointing]()
-        is_whole = setup.checkpointing == "none"
-        return setup.num_tokens * a_token + (self.cast() + self.gathered_keys() if is_whole else 0)
+        if setup.checkpointing == "none":
+            return setup.num_tokens * self.kept_for_all() + self.cast() + self.gathered_keys()
+        if setup.checkpointing == "selective":
+            return setup.num_tokens * self.kept_for_products()
+        return setup.num_tokens * setup.stream * self.shape.width if setup.checkpointing == "full" else 0
 
     def cast(self) -> int:
         """Return the bytes of the trained weights that autocast has cast to bf16."""

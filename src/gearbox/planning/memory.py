@@ -8,7 +8,7 @@ Letters as elsewhere: N tokens of a pass on one rank, H width, V vocabulary size
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gearbox.config.job import Job
 from gearbox.planning.architecture import Architecture
@@ -34,7 +34,7 @@ class Prediction:
     loading_bytes: int
     """The peak of a GPU while the model loads."""
     host_bytes: int
-    """What all ranks of a machine hold in host memory, apart from Python and its libraries."""
+    """What all ranks together hold in host memory, apart from Python, its libraries and the mapped files."""
     checkpoint_bytes: int
     """Size of a checkpoint."""
 
@@ -49,7 +49,6 @@ class Prediction:
         return self.peak_bytes - self.terms["allowance"]
 
 
-
 def predict(shape: Architecture, job: Job) -> Prediction:
     """Return the memory of a recipe under a gear, on GPUs in the gear's precision."""
     return predicted(shape, Setup.of(job))
@@ -57,7 +56,9 @@ def predict(shape: Architecture, job: Job) -> Prediction:
 
 def predicted(shape: Architecture, setup: Setup) -> Prediction:
     """Return the memory of a setup: that of the rank that holds most."""
-    return max((Part.of(shape, setup, stage).predict() for stage in range(setup.stages)), key=lambda one: one.peak_bytes)
+    parts = [Part.of(shape, setup, stage).predict() for stage in range(setup.stages)]
+    host, checkpoint = sum(part.host_bytes for part in parts), sum(part.checkpoint_bytes for part in parts)
+    return replace(max(parts, key=lambda part: part.peak_bytes), host_bytes=host, checkpoint_bytes=checkpoint)
 
 
 Moment = dict[str, float]
@@ -81,9 +82,7 @@ class Part:
         layers = [sparse] * shape.num_sparse + [dense] * (shape.num_layers - shape.num_sparse)
         sizes, ends = [layer.num_weights for layer in layers], shape.embedding_weights
         bounds = balance(sizes, setup.stages, ends, ends)
-        return cls(
-            shape, setup, layers[bounds[stage] : bounds[stage + 1]], stage == 0, stage == setup.stages - 1
-        )
+        return cls(shape, setup, layers[bounds[stage] : bounds[stage + 1]], stage == 0, stage == setup.stages - 1)
 
     @property
     def head_weights(self) -> int:
@@ -106,6 +105,8 @@ class Part:
     def held(self) -> dict[str, float]:
         """Return the bytes of weights, gradients and optimizer state between two micro-batches."""
         setup, trained, shares = self.setup, self.trained, self.setup.shares
+        if setup.offload:
+            return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
         frozen = 0.0
         if not setup.trains_all:
             each = NF4 if setup.method.startswith("q") else BF16
@@ -166,7 +167,10 @@ class Part:
         if setup.gathers:
             reduced = FP32 * (1 + 1 / setup.shares.gradients) + BF16
             gathered = 2 * BF16 * largest.num_weights + reduced * largest.trained
-        return {"activations": self.kept() + states + max(layer.backward() for layer in self.layers), "gathered": gathered}
+        return {
+            "activations": self.kept() + states + max(layer.backward() for layer in self.layers),
+            "gathered": gathered,
+        }
 
     def in_reduction(self) -> Moment:
         """Return what is added while the gradient of the output head is summed over ranks."""
@@ -206,17 +210,44 @@ class Part:
             terms=terms,
             moment=moment,
             state_bytes=round(sum(held.values())),
-            loading_bytes=0,
-            host_bytes=0,
-            checkpoint_bytes=0,
+            loading_bytes=round(self.loading(held["weights"])),
+            host_bytes=round(self.on_host()),
+            checkpoint_bytes=round(self.in_checkpoint()),
         )
 
+    def loading(self, weights: float) -> float:
+        """Return the peak of a GPU while the model loads: its weights, and the largest tensor in addition.
 
-def moments_of(setup: Setup, part: Part) -> float:
-    """Return the bytes of optimizer state for each trained weight, without masters."""
-    if setup.optimizer.startswith("paged"):
+        Under FSDP2, NF4 weights are sharded after each rank has quantized all of them.
+        """
+        largest = max([self.head_weights, *(one.num_weights for one in self.layers[0].matrices)])
+        if self.setup.method.startswith("q") and self.setup.shares.weights > 1:
+            weights *= self.setup.shares.weights
+        return weights + (2.06 if self.setup.zero_stage == 3 else 1) * BF16 * largest
+
+    def in_checkpoint(self) -> float:
+        """Return the bytes of this part's weights and optimizer state in a checkpoint."""
+        return self.trained * (self.setup.master_bytes + moments_of(self.setup, self, on_gpu=False))
+
+    def on_host(self) -> float:
+        """Return the bytes of this part in host memory: a checkpoint that is being written, and what is offloaded."""
+        offloaded = 0.0
+        if self.setup.offload:
+            frozen = 0 if self.setup.trains_all else BF16 * (self.shape.num_weights - self.trained)
+            copies = FP32 + BF16 if self.setup.zero_stage else 0  # of the gradients, and bf16 weights
+            state = moments_of(self.setup, self) if self.setup.offload == "cpu" else 0
+            offloaded = self.trained * (2 * self.setup.master_bytes + state + copies) + frozen
+        if self.setup.checkpointing == "offload":
+            tokens = self.setup.num_tokens * self.setup.num_ranks
+            offloaded += tokens * self.setup.stream * self.shape.width * len(self.layers)
+        return self.in_checkpoint() + offloaded
+
+
+def moments_of(setup: Setup, part: Part, on_gpu: bool = True) -> float:
+    """Return the bytes of optimizer state for each trained weight, without masters. Paged state leaves a full GPU."""
+    if setup.optimizer.startswith("paged") and on_gpu:
         return 0
-    if setup.optimizer == "adamw_8bit":
+    if setup.optimizer.endswith("8bit"):
         return 2 + 2 * FP32 / 256  # a byte for each moment, and a scale for each block of 256
     if setup.optimizer == "muon" and setup.trains_all:
         matrices = sum(one.inputs * one.outputs for layer in part.layers for one in layer.matrices) / setup.tp

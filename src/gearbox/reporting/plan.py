@@ -17,12 +17,12 @@ from gearbox.console import styled
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
+from gearbox.planning.strategy import METHOD_NAMES
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
 
 WARNING = "warning"
 MANY_TRUNCATED = 0.05  # share of the documents
-METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
 
 
 @dataclass(frozen=True)

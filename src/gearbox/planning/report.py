@@ -1,0 +1,135 @@
+"""Show a plan: a table of gears, notes and a verdict for people, or JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from gearbox.console import Screen, styled
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.gpus import GIB
+from gearbox.planning.memory import TERMS
+from gearbox.planning.strategy import Machines, Option, reason
+
+HEADINGS = {
+    "weights": "weights",
+    "gradients": "gradi-\nents",
+    "optimizer": "opti-\nmizer",
+    "activations": "activ-\nations",
+    "head": "head",
+    "gathered": "gath-\nered",
+    "allowance": "allow-\nance",
+}
+
+
+def as_json(option: Option, shape: Architecture) -> dict[str, Any]:
+    """Return an option with bytes, seconds and counts as plain numbers."""
+    found, cost, batch = option.prediction, option.cost, option.job.batch
+    return {
+        "gear": option.gear.name,
+        "method": option.method,
+        "num_processes": option.gear.num_processes,
+        "fits": option.fits,
+        "peak_bytes": found.peak_bytes,
+        "terms": found.terms,
+        "moment": found.moment,
+        "state_bytes": found.state_bytes,
+        "loading_bytes": found.loading_bytes,
+        "host_bytes": found.host_bytes,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "micro_rows": batch.micro_rows,
+        "accumulation_steps": batch.accumulation_steps,
+        "largest_micro_rows": option.largest_micro_rows(shape),
+        "flops_per_token": cost.flops_per_token,
+        "sent_bytes_per_token": cost.sent_per_token,
+        "sent_bytes_per_step": cost.sent_bytes,
+        "seconds_per_step": cost.seconds,
+    }
+
+
+def show_options(screen: Screen, found: list[Option], shape: Architecture, has_memory: bool) -> None:
+    """Print a table of gears: what a GPU holds at its peak, in GiB, and what a step takes."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    has_time = any(option.cost.seconds is not None for option in found)
+    headings = [*(HEADINGS[term] for term in TERMS), "peak"]
+    headings += ["fits", "largest\nmicro_rows"] if has_memory else []
+    headings += ["sent a\nstep", "time a\nstep"] if has_time else ["sent a\nstep"]
+    table.add_column("gear", no_wrap=True, vertical="bottom")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for option in found:
+        prediction, cost = option.prediction, option.cost
+        cells = [option.gear.name, *(gib(prediction.terms[term]) for term in TERMS), gib(prediction.peak_bytes)]
+        if has_memory:
+            largest = option.largest_micro_rows(shape)
+            cells += ["yes" if option.fits else "no", str(largest) if largest else "-"]
+        cells.append(gib(cost.sent_bytes))
+        if has_time:
+            cells.append("-" if cost.seconds is None else duration(cost.seconds))
+        table.add_row(*cells, style="" if option.fits or not has_memory else "dim")
+    screen.print("what a GPU holds at the peak of a step, and sends, in GiB")
+    screen.width = max(screen.width, 110)
+    screen.print(table)
+
+
+def show_counts(screen: Screen, best: list[dict[str, Any]], has_memory: bool) -> None:
+    """Print the best gear for each method and number of GPUs."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("method", "GPUs", "gear", "GiB a GPU", "fits" if has_memory else "", "time per step"):
+        table.add_column(name, justify="right" if name in ("GPUs", "GiB a GPU", "time per step") else "left")
+    for one in best:
+        seconds = one["seconds_per_step"]
+        cells = [one["method"], str(one["num_processes"]), one["gear"], gib(one["peak_bytes"])]
+        cells += [("yes" if one["fits"] else "no") if has_memory else "", "" if seconds is None else duration(seconds)]
+        table.add_row(*cells, style="" if one["fits"] else "dim")
+    screen.print(table)
+
+
+def show_best(screen: Screen, best: Option, machines: Machines, num_steps: int | None, price: float | None) -> None:
+    """Print what else a run under the chosen gear needs, and what it takes."""
+    found, cost = best.prediction, best.cost
+    lines = {
+        "peak": f"{gib(found.peak_bytes)} GiB, in {found.moment}; {gib(found.loading_bytes)} GiB while loading",
+        "host memory": f"{gib(found.host_bytes / machines.num_machines)} GiB a machine, with Python's own in addition",
+        "checkpoint": f"{gib(found.checkpoint_bytes)} GiB",
+        "a token": f"{cost.flops_per_token / 1e9:,.1f} GFLOP, {cost.sent_per_token:,.0f} bytes sent by a GPU",
+    }
+    if cost.seconds is not None:
+        gpu = machines.gpu
+        lines["time"] = f"{duration(cost.seconds)} a step, {cost.tokens / cost.seconds:,.0f} tokens/s"
+        if num_steps:
+            hours = num_steps * cost.seconds / 3600
+            lines["time"] += f"; {duration(num_steps * cost.seconds)} for {num_steps:,} steps"
+            if price is not None:
+                lines["price"] = f"{price * hours * machines.total:,.2f} at {price:g} per GPU and hour"
+        lines["assumed"] = f"{machines.mfu:.0%} of {gpu.tflops:,.0f} TFLOP/s; communication runs beside it"
+    for label, text in lines.items():
+        screen.print(styled((f"{label:<14}", "cyan"), text))
+
+
+def verdict(found: list[Option], shape: Architecture, machines: Machines) -> str:
+    """Return one line: the cheapest gear that fits, its largest micro-batch, and the reason in words."""
+    best = found[0]
+    if best.fits:
+        rows = best.largest_micro_rows(shape)
+        room = f"batch.micro_rows up to {rows}" if rows > 1 else "one row at a time"
+        return f"{best.gear.name} fits on {machines.describe()}, with {room}: {reason(best, found)}"
+    need = min(found, key=lambda option: option.prediction.peak_bytes)
+    return (
+        f"nothing fits on {machines.describe()}: {need.gear.name} needs least, {gib(need.prediction.peak_bytes)} GiB "
+        "a GPU"
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """Return bytes as GiB, with one decimal."""
+    return f"{num_bytes / GIB:,.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds * 1000:,.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,200 @@
+"""Choose a gear: which gears run a recipe on these GPUs, which fit, how large a micro-batch may be, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gearbox.config.gear import Gear, gear_names, gear_path, load_gear
+from gearbox.config.job import Job
+from gearbox.config.recipe import Recipe
+from gearbox.errors import UserError
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.cost import MFU, Cost, cost_of_step
+from gearbox.planning.gpus import GIB, Gpu
+from gearbox.planning.memory import Prediction, predict
+
+METHODS = ("full", "lora", "qlora")
+METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The GPUs to plan for."""
+
+    gpu: Gpu
+    num_gpus: int
+    """GPUs of each machine."""
+    num_machines: int = 1
+    mfu: float = MFU
+
+    @property
+    def total(self) -> int:
+        """The number of all GPUs."""
+        return self.num_gpus * self.num_machines
+
+    def describe(self) -> str:
+        """Return the GPUs in words, such as 2 machines of 8 x H100 (79.6 GiB)."""
+        gpus = f"{self.num_gpus} x {self.gpu.name} ({self.gpu.memory / GIB:.1f} GiB)"
+        return gpus if self.num_machines == 1 else f"{self.num_machines} machines of {gpus}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A gear and a method for a recipe, on these GPUs."""
+
+    job: Job
+    prediction: Prediction
+    cost: Cost
+    memory: int
+    """Bytes of a GPU."""
+
+    @property
+    def gear(self) -> Gear:
+        """The gear."""
+        return self.job.gear
+
+    @property
+    def method(self) -> str:
+        """The training method."""
+        return self.job.recipe.method
+
+    @property
+    def fits(self) -> bool:
+        """True if a GPU has the memory."""
+        return self.prediction.peak_bytes <= self.memory
+
+    def largest_micro_rows(self, shape: Architecture) -> int:
+        """Return the most rows of a micro-batch that fit, 0 if not even one does."""
+        most = -(-self.job.recipe.batch.rows // self.gear.data_parallel)
+        low, high = 0, most
+        while low < high:  # memory grows with the rows
+            rows = (low + high + 1) // 2
+            fits = predict(shape, with_micro_rows(self.job, rows)).peak_bytes <= self.memory
+            low, high = (rows, high) if fits else (low, rows - 1)
+        return low
+
+
+def with_micro_rows(job: Job, rows: int) -> Job:
+    """Return the job with micro-batches of so many rows."""
+    recipe = with_values(job.recipe, "batch", micro_rows=rows)
+    batch = type(job.batch).divide(recipe.batch.rows, job.gear.data_parallel, rows)
+    return replace(job, recipe=recipe, batch=batch)
+
+
+def with_values(recipe: Recipe, group: str, **values: object) -> Recipe:
+    """Return the recipe with other values in one group."""
+    return recipe.model_copy(update={group: getattr(recipe, group).model_copy(update=values)})
+
+
+def with_method(recipe: Recipe, method: str) -> Recipe:
+    """Return the recipe with another training method."""
+    if recipe.method == method:
+        return recipe
+    recipe = with_values(recipe, "adapter", method="none" if method == "full" else method.removeprefix("q"), path=None)
+    return with_values(recipe, "model", quantize="nf4" if method.startswith("q") else None)
+
+
+def gear_for(name: str, machines: Machines) -> Gear:
+    """Return a gear with as many ranks as there are GPUs. Raise UserError if its degrees do not divide them."""
+    flags = {} if name == "single" else {"num_processes": str(machines.total)}
+    if name == "hsdp":
+        flags["parallelism_config_dp_replicate_size"] = str(max(2, machines.num_machines))
+    return load_gear(gear_path(name), flags)
+
+
+def options(
+    shape: Architecture, recipe: Recipe, recipe_path: Path, machines: Machines
+) -> tuple[list[Option], dict[str, str]]:
+    """Return each gear that can run the recipe on all GPUs, those that fit first, and why the others cannot run it."""
+    found, refused = [], {}
+    for name in gear_names():
+        try:
+            gear = gear_for(name, machines)
+            if gear.num_processes != machines.total:
+                raise UserError(f"{gear.path}: uses 1 of {machines.total} GPUs")
+            if gear.num_processes == 1 and name != "single":
+                raise UserError(f"{gear.path}: one GPU shares with no other")
+            job = Job.of(recipe_path, recipe, gear)
+            check_shapes(shape, gear)
+        except UserError as error:
+            refused[name] = str(error).splitlines()[0].partition(": ")[2]
+            continue
+        cost = cost_of_step(shape, job, machines.gpu, machines.num_machines, machines.mfu)
+        found.append(Option(job, predict(shape, job), cost, machines.gpu.memory))
+    return sorted(found, key=_rank), refused
+
+
+def _rank(option: Option) -> tuple[bool, bool, float, float, int]:
+    """Return what orders options: those that fit first, then without offload, then by time, then the simplest."""
+    return (
+        not option.fits,
+        option.gear.offload is not None,
+        float(f"{option.cost.seconds or 0:.2g}"),
+        0 if option.fits else option.prediction.peak_bytes,
+        SIMPLEST.index(option.gear.name) if option.gear.name in SIMPLEST else len(SIMPLEST),
+    )
+
+
+def check_shapes(shape: Architecture, gear: Gear) -> None:
+    """Raise UserError if the gear cannot divide the layers or the heads of a model."""
+    if gear.degree("pp") > shape.num_layers:
+        raise UserError(f"{gear.path}: {gear.degree('pp')} stages, but the model has {shape.num_layers} layers")
+    tp, sp = gear.degree("tp"), gear.degree("sp")
+    if shape.heads % tp or shape.key_heads % tp:
+        raise UserError(f"{gear.path}: tp={tp} does not divide {shape.heads} heads and {shape.key_heads} key heads")
+    if shape.heads % sp or (shape.key_heads % sp and sp % shape.key_heads):
+        raise UserError(f"{gear.path}: sp={sp} does not divide {shape.heads} heads and {shape.key_heads} key heads")
+
+
+SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pp", "ring", "ulysses")
+"""Gears that are equally fast, in the order of preference: those that exchange less and need fewer settings first."""
+WHY = {
+    "single": "it fits on one GPU, so there is nothing to exchange",
+    "ddp": "the model fits on each GPU; only gradients are exchanged, once per step",
+    "zero1": "the weights fit on each GPU, and the optimizer state does not; only that is sharded",
+    "zero2": "the weights fit on each GPU, and gradients with optimizer state do not; only these are sharded",
+    "fsdp": "the model does not fit on one GPU; each holds a part of it, and gathers a layer at a time",
+    "zero3": "the model does not fit on one GPU; each holds a part of it, and gathers a layer at a time",
+    "hsdp": "each machine holds one copy of the model, so that only gradients cross the slower network",
+    "tp": "each GPU computes a part of each matrix, which also divides the activations",
+    "fsdp_tp": "GPUs divide each matrix, and share those parts with other groups",
+    "pp": "each GPU holds some of the layers, and sends only hidden states",
+    "ulysses": "rows are too long for one GPU, so that GPUs divide the tokens of each row",
+    "ring": "rows are too long for one GPU, so that GPUs divide the tokens of each row",
+}
+
+
+def reason(option: Option, found: list[Option]) -> str:
+    """Return in words why an option is the cheapest."""
+    if option.gear.offload:
+        return "all GPUs together are too small, so that weights or optimizer state wait in host memory; it is slow"
+    replicated = next((one for one in found if one.gear.name == "ddp"), None)
+    if option.gear.name in ("fsdp", "zero3") and replicated is not None and replicated.fits:
+        return "the model fits on each GPU, but sharding it leaves memory for a larger micro-batch"
+    return WHY.get(option.gear.name, "it is the fastest that fits")
+
+
+def advice(shape: Architecture, recipe: Recipe, recipe_path: Path, machines: Machines) -> Iterator[str]:
+    """Yield changes of the recipe with which a gear fits, the mildest first, if none fits without."""
+    for words, changed in _changes(recipe):
+        try:
+            found, _ = options(shape, changed, recipe_path, machines)
+        except UserError:
+            continue
+        if found and found[0].fits and not found[0].gear.offload:
+            yield f"{words} fits under {found[0].gear.name}"
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yield changes that save memory, in words and as recipes."""
+    small = with_values(with_values(recipe, "batch", micro_rows=1), "perf", checkpointing="full")
+    if (recipe.batch.micro_rows, recipe.perf.checkpointing) != (1, "full"):
+        yield "batch.micro_rows=1 perf.checkpointing=full", small
+    if recipe.method == "full" and recipe.optim.name != "adamw_8bit":
+        eight = with_values(small, "optim", name="adamw_8bit", master_weights="bf16")
+        yield "optim.master_weights=bf16 optim.name=adamw_8bit, with full checkpointing,", eight
+    for method in METHODS[METHODS.index(recipe.method) + 1 :] if recipe.method in METHODS else ():
+        keys = "adapter.method=lora" + (" model.quantize=nf4" if method == "qlora" else "")
+        yield keys, with_method(small, method)
