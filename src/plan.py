@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe, located
@@ -65,28 +65,36 @@ def main(arguments: list[str]) -> int:
     size = f"micro-batches of {recipe.batch.micro_rows} x {recipe.batch.row_tokens:,} tokens"
     screen.print(styled((name, "bold"), f", {size}"))
     if options.gpus is None and options.gear is None and not options.simulate:
-        return compare_counts(options, shape, recipe, recipe_path, machines)
+        best = list(best_by_count(shape, recipe, recipe_path, machines))
+        show_or_dump(options, {"best": best}, lambda: report.show_counts(screen, best, gpu is not ANY_SIZE))
+        return 0 if any(one["fits"] for one in best if one["method"] == recipe.method) else 1
     found, refused = strategy.options(shape, recipe, recipe_path, machines)
     if options.gear:
         found = only(options.gear, found, refused)
     if not found:
         raise UserError("\n".join(f"{gear}: {why}" for gear, why in refused.items()))
-    content = {"gears": [report.as_json(option, shape) for option in found], "refused": refused}
+    verdict = report.verdict(found, shape, machines)
+    content = {"gears": [report.as_json(option, shape) for option in found], "refused": refused, "verdict": verdict}
     if options.simulate:
         content["simulated"] = compare_with_simulation(screen, found, config)
-    if options.json:
-        print(json.dumps(content | {"verdict": report.verdict(found, shape, machines)}))
-        return 0 if found[0].fits else 1
-    report.show_options(screen, found, shape, gpu is not ANY_SIZE)
-    report.show_best(screen, found[0], machines, recipe.train.steps, options.price)
-    for why in dict.fromkeys(refused.values()):
-        names = ", ".join(gear for gear in refused if refused[gear] == why)
-        screen.print(styled(("cannot run    ", "dim"), (f"{names}: {why}", "dim")))
-    screen.print(styled(("verdict       ", "bold"), report.verdict(found, shape, machines)))
-    if not found[0].fits:
-        for line in strategy.advice(shape, recipe, recipe_path, machines):
-            screen.print(styled(("              ", ""), line))
+
+    def show() -> None:
+        report.show_options(screen, found, shape, gpu is not ANY_SIZE)
+        report.show_best(screen, found[0], machines, recipe.train.steps, options.price)
+        report.show_refused(screen, refused)
+        advice = [] if found[0].fits else strategy.advice(shape, recipe, recipe_path, machines)
+        report.show_verdict(screen, verdict, advice)
+
+    show_or_dump(options, content, show)
     return 0 if found[0].fits else 1
+
+
+def show_or_dump(options: argparse.Namespace, content: report.Figures, show: Callable[[], None]) -> None:
+    """Print the content as JSON if that is asked for, else call `show`."""
+    if options.json:
+        print(json.dumps(content))
+    else:
+        show()
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path, list[str]]:
@@ -138,26 +146,19 @@ def only(name: str, found: list[strategy.Option], refused: dict[str, str]) -> li
     return chosen
 
 
-def compare_counts(
-    options: argparse.Namespace, shape: Architecture, recipe: Recipe, recipe_path: Path, machines: strategy.Machines
-) -> int:
-    """Print the best gear for 1 to 64 GPUs, for each method. Return the exit code."""
-    screen, content, has_memory = make_console(speaks=not options.json), [], machines.gpu is not ANY_SIZE
+def best_by_count(
+    shape: Architecture, recipe: Recipe, recipe_path: Path, machines: strategy.Machines
+) -> Iterator[report.Figures]:
+    """Yield the best gear for each method on 1 to 64 GPUs."""
     for method in dict.fromkeys((recipe.method, *strategy.METHODS)):
         changed = strategy.with_method(recipe, method)
         for count in COUNTS:
             some = replace(machines, num_gpus=min(count, 8), num_machines=max(1, count // 8))
             found, _ = strategy.options(shape, changed, recipe_path, some)
-            content.append(report.as_json(found[0], shape) | {"verdict": report.verdict(found, shape, some)})
-    if options.json:
-        print(json.dumps({"best": content}))
-    else:
-        report.show_counts(screen, content, has_memory)
-        screen.print("for one number of GPUs, with all gears: --gpus N" + ("" if has_memory else " --gpu NAME"))
-    return 0 if not has_memory or any(one["fits"] for one in content if one["method"] == recipe.method) else 1
+            yield report.as_json(found[0], shape) | {"verdict": report.verdict(found, shape, some)}
 
 
-def compare_with_simulation(screen: Screen, found: list[strategy.Option], config: Config) -> list[dict[str, Any]]:
+def compare_with_simulation(screen: Screen, found: list[strategy.Option], config: Config) -> list[report.Figures]:
     """Run a step of each gear on tensors without memory, print it beside the closed form, and return the figures."""
     with cli.importing("torch"):
         from gearbox.simulation.step import simulate

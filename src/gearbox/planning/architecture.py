@@ -52,27 +52,27 @@ class Family:
 
 
 _GEMMA: Config = {"tie_word_embeddings": True, "head_dim": 256, "vocab_size": 256_000}
-_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_BIASES = Family(qkv_bias="attention_bias", output_bias="attention_bias")
 FAMILIES = {
-    "arcee": Family(**_BIASES, mlp_bias="mlp_bias", is_gated=False),
+    "arcee": replace(_BIASES, mlp_bias="mlp_bias", is_gated=False),
     "exaone4": Family(norms_outputs=True, qk_norm="head"),
-    "gemma": Family(**_BIASES, defaults=_GEMMA),
-    "gemma2": Family(**_BIASES, num_norms=4, defaults=_GEMMA),
-    "gemma3_text": Family(
-        **_BIASES, num_norms=4, qk_norm="head", defaults={**_GEMMA, "vocab_size": 262_208, "num_key_value_heads": 4}
+    "gemma": replace(_BIASES, defaults=_GEMMA),
+    "gemma2": replace(_BIASES, num_norms=4, defaults=_GEMMA),
+    "gemma3_text": replace(
+        _BIASES, num_norms=4, qk_norm="head", defaults={**_GEMMA, "vocab_size": 262_208, "num_key_value_heads": 4}
     ),
     "glm4": Family(qkv_bias="attention_bias", num_norms=4, defaults={"attention_bias": True, "head_dim": 128}),
-    "gpt_oss": Family(
-        **_BIASES, expert_bias=True, defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128}
+    "gpt_oss": replace(
+        _BIASES, expert_bias=True, defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128}
     ),
-    "granite": Family(**_BIASES, mlp_bias="mlp_bias"),
-    "llama": Family(**_BIASES, mlp_bias="mlp_bias"),
+    "granite": replace(_BIASES, mlp_bias="mlp_bias"),
+    "llama": replace(_BIASES, mlp_bias="mlp_bias"),
     "ministral": Family(),
     "mistral": Family(defaults={"num_key_value_heads": 8}),
     "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "olmo2": Family(**_BIASES, norms_outputs=True, qk_norm="all"),
-    "olmo3": Family(**_BIASES, norms_outputs=True, qk_norm="all"),
-    "olmoe": Family(**_BIASES, qk_norm="all", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
+    "olmo2": replace(_BIASES, norms_outputs=True, qk_norm="all"),
+    "olmo3": replace(_BIASES, norms_outputs=True, qk_norm="all"),
+    "olmoe": replace(_BIASES, qk_norm="all", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
     "phi3": Family(is_fused=True),
     "qwen2": Family(qkv_bias=True),
     "qwen2_moe": Family(
@@ -80,9 +80,9 @@ FAMILIES = {
         defaults={"qkv_bias": True, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
         | {"shared_expert_intermediate_size": 5632},
     ),
-    "qwen3": Family(**_BIASES, qk_norm="head", defaults={"head_dim": 128}),
-    "qwen3_moe": Family(
-        **_BIASES,
+    "qwen3": replace(_BIASES, qk_norm="head", defaults={"head_dim": 128}),
+    "qwen3_moe": replace(
+        _BIASES,
         qk_norm="head",
         defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
@@ -92,7 +92,7 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8},
     ),
-    "smollm3": Family(**_BIASES, mlp_bias="mlp_bias", defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "smollm3": replace(_BIASES, mlp_bias="mlp_bias", defaults={"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "starcoder2": Family(
         qkv_bias="use_bias",
         output_bias="use_bias",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +13,8 @@ from gearbox.planning.gpus import GIB
 from gearbox.planning.memory import TERMS
 from gearbox.planning.strategy import Machines, Option, reason
 
+Figures = dict[str, Any]
+"""Plain values for JSON."""
 HEADINGS = {
     "weights": "weights",
     "gradients": "gradi-\nents",
@@ -23,7 +26,7 @@ HEADINGS = {
 }
 
 
-def as_json(option: Option, shape: Architecture) -> dict[str, Any]:
+def as_json(option: Option, shape: Architecture) -> Figures:
     """Return an option with bytes, seconds and counts as plain numbers."""
     found, cost, batch = option.prediction, option.cost, option.job.batch
     return {
@@ -73,7 +76,7 @@ def show_options(screen: Screen, found: list[Option], shape: Architecture, has_m
     screen.print(table)
 
 
-def show_counts(screen: Screen, best: list[dict[str, Any]], has_memory: bool) -> None:
+def show_counts(screen: Screen, best: list[Figures], has_memory: bool) -> None:
     """Print the best gear for each method and number of GPUs."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("method", "GPUs", "gear", "GiB a GPU", "fits" if has_memory else "", "time per step"):
@@ -84,6 +87,7 @@ def show_counts(screen: Screen, best: list[dict[str, Any]], has_memory: bool) ->
         cells += [("yes" if one["fits"] else "no") if has_memory else "", "" if seconds is None else duration(seconds)]
         table.add_row(*cells, style="" if one["fits"] else "dim")
     screen.print(table)
+    screen.print("all gears for one number of GPUs: --gpus N" + ("" if has_memory else " --gpu NAME"))
 
 
 def show_best(screen: Screen, best: Option, machines: Machines, num_steps: int | None, price: float | None) -> None:
@@ -106,6 +110,20 @@ def show_best(screen: Screen, best: Option, machines: Machines, num_steps: int |
         lines["assumed"] = f"{machines.mfu:.0%} of {gpu.tflops:,.0f} TFLOP/s; communication runs beside it"
     for label, text in lines.items():
         screen.print(styled((f"{label:<14}", "cyan"), text))
+
+
+def show_refused(screen: Screen, refused: dict[str, str]) -> None:
+    """Print the gears that cannot run, with the reason."""
+    for why in dict.fromkeys(refused.values()):
+        names = ", ".join(gear for gear in refused if refused[gear] == why)
+        screen.print(styled(("cannot run    ", "dim"), (f"{names}: {why}", "dim")))
+
+
+def show_verdict(screen: Screen, text: str, advice: Iterable[str]) -> None:
+    """Print the verdict, and changes with which a gear fits."""
+    screen.print(styled(("verdict       ", "bold"), text))
+    for line in advice:
+        screen.print(f"{'':<14}{line}")
 
 
 def verdict(found: list[Option], shape: Architecture, machines: Machines) -> str:

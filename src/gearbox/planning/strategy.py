@@ -15,6 +15,7 @@ from gearbox.planning.cost import MFU, Cost, cost_of_step
 from gearbox.planning.gpus import GIB, Gpu
 from gearbox.planning.memory import Prediction, predict
 
+ROOMY = 0.9  # share of the memory below which a plan leaves room for what it cannot know
 METHODS = ("full", "lora", "qlora")
 METHOD_NAMES = {"full": "full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
 
@@ -126,11 +127,12 @@ def options(
     return sorted(found, key=_rank), refused
 
 
-def _rank(option: Option) -> tuple[bool, bool, float, float, int]:
-    """Return what orders options: those that fit first, then without offload, then by time, then the simplest."""
+def _rank(option: Option) -> tuple[bool, bool, bool, float, float, int]:
+    """Return what orders options: those that fit first, without offload, with room, then by time, then the simplest."""
     return (
         not option.fits,
         option.gear.offload is not None,
+        option.prediction.peak_bytes > ROOMY * option.memory,
         float(f"{option.cost.seconds or 0:.2g}"),
         0 if option.fits else option.prediction.peak_bytes,
         SIMPLEST.index(option.gear.name) if option.gear.name in SIMPLEST else len(SIMPLEST),
@@ -170,9 +172,8 @@ def reason(option: Option, found: list[Option]) -> str:
     """Return in words why an option is the cheapest."""
     if option.gear.offload:
         return "all GPUs together are too small, so that weights or optimizer state wait in host memory; it is slow"
-    replicated = next((one for one in found if one.gear.name == "ddp"), None)
-    if option.gear.name in ("fsdp", "zero3") and replicated is not None and replicated.fits:
-        return "the model fits on each GPU, but sharding it leaves memory for a larger micro-batch"
+    if option.gear.name in ("fsdp", "zero3") and any(one.fits for one in found if one.gear.name in SIMPLEST[:4]):
+        return "gears that shard less would fill nearly all memory; each GPU holds a part of the model"
     return WHY.get(option.gear.name, "it is the fastest that fits")
 
 
