@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gearbox.sharding.unwrap import unwrap_optimizer
 from support.faults import Step
 from support.held import at_second_step, held
 from support.methods import METHODS
@@ -68,6 +69,23 @@ def test_bytes_held(train, monkeypatch, tmp_path, whole, gear, ranks, method):
             if what == "gradients" and shares[1] is None:
                 continue
             assert mine[what] == pytest.approx(theory, rel=0.05), what
+
+
+def where_gradients_are(step: Step) -> dict:
+    """Return the addresses of the gradients before a step, and when its optimizer runs."""
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    places = [[p.grad is not None and p.grad.data_ptr() for p in trained]]
+    unwrap_optimizer(step.optimizer).register_step_pre_hook(
+        lambda *_: places.append([p.grad.data_ptr() for p in trained])
+    )
+    step.take()
+    return {"before": places[0], "then": places[1]}
+
+
+def test_ddp_accumulates_in_its_buckets(train, monkeypatch, tmp_path):
+    rounds = ("batch.rows=4", "batch.micro_rows=1")
+    for places in found(train, monkeypatch, tmp_path, where_gradients_are, "ddp", *rounds, ranks=2):
+        assert places["before"] == places["then"]
 
 
 # --------------------------------------------------------------------------- sent

@@ -167,10 +167,16 @@ class Engine:
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf))
 
     def step_and_zero(self, skip: bool) -> None:
-        """Step the optimizer, unless the step is skipped or accumulation continues, and clear the gradients."""
+        """Step the optimizer, unless the step is skipped or accumulation continues, and clear the gradients.
+
+        Under DDP they stay parts of its buckets: else the next micro-batches, which send nothing, would allocate all of
+        them once more. Parameters that a step may leave out get no gradient then, so that no optimizer decays them.
+        """
         if not skip:
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        wrapped = self.model
+        keeps = isinstance(wrapped, nn.parallel.DistributedDataParallel) and not wrapped.find_unused_parameters
+        self.optimizer.zero_grad(set_to_none=not keeps)
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate. Call this before the last micro-batch's backward pass: DeepSpeed steps inside it."""
