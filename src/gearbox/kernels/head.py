@@ -16,7 +16,7 @@ NUM_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 def chunk_tokens(num_rows: int, device: torch.device) -> int:
-    """Return the number of tokens whose logits are computed at one time. `num_rows` is V."""
+    """Return how many rows of so many numbers are computed at one time, such as the tokens of V logits each."""
     return max(1, NUM_LOGITS.get(device.type, 2**26) // num_rows)
 
 
@@ -62,7 +62,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if of_weight is not None and dtype == torch.float32:
                 of_weight.addmm_(gradient.T, states[part])
             elif of_weight is not None:
-                of_weight += gradient.T @ states[part]
+                _add_product(of_weight, gradient, states[part])
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
@@ -74,6 +74,13 @@ class _CrossEntropySum(torch.autograd.Function):
             # In place, since both are large. Autograd notices if a second backward pass would use them again.
             gradients.append(None if gradient is None else gradient.mul_(upstream.to(gradient.dtype)).to(dtype))
         return *gradients, None, None, None
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor) -> None:
+    """Add gradient.T @ states, [V, H], to a total in fp32, in pieces: the product is in bf16 and large."""
+    size = chunk_tokens(states.shape[1], states.device)
+    for first in range(0, len(total), size):
+        total[first : first + size] += gradient[:, first : first + size].T @ states
 
 
 def _loss_and_gradient(

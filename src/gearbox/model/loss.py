@@ -173,11 +173,11 @@ class ChunkedLoss:
     def total(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum of the targets' losses, []. hidden: [N, H]. labels: [N].
 
-        A plain head computes its gradients together with the logits. With an adapter, a bias or tensor parallelism, the
-        backward pass recomputes the logits.
+        A plain head computes its gradients together with the logits, also where FSDP2 has derived a class from it. With
+        an adapter, a bias or tensor parallelism, the backward pass recomputes the logits.
         """
         head = self.head
-        if type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter:
+        if isinstance(head, nn.Linear) and head.bias is None and type(head.weight) is nn.Parameter:
             return heads.cross_entropy_sum(hidden, head.weight, labels, self.scale, self.cap)
         # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
         keeps_rng = hasattr(head, "base_layer")

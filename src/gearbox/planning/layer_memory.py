@@ -61,6 +61,8 @@ class Setup:
     key_tokens: int = 0
     """Tokens of the complete rows whose keys and values a rank gathers, if ranks share each row."""
     num_ranks: int = 1
+    is_lean: bool = True
+    """True if our kernels compute norms, gates and adapters, which save only their inputs."""
     logit_bytes: float | None = None
     """Bytes of each logit of all N tokens where a trainer keeps them; None for our head, which keeps a chunk."""
 
@@ -93,6 +95,7 @@ class Setup:
             in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
             key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
             num_ranks=gear.num_processes,
+            is_lean=recipe.perf.kernels == "auto",
         )
 
     @property
@@ -185,6 +188,8 @@ class Layer:
     def kept_for_all(self) -> int:
         """Return the bytes of a token that the backward pass reads, if nothing is computed again."""
         shape, setup, style = self.shape, self.setup, self.shape.style
+        if not setup.is_lean:
+            return self.kept_without_kernels()
         normed = style.num_norms if style.norms_outputs else style.num_norms - 2  # outputs of attention and MLP
         norms = 2 * setup.stream * shape.width + normed * BF16 * shape.width + FP32 * style.num_norms
         if style.norms_outputs and setup.stream == FP32:  # each matrix keeps its own cast of its input
@@ -197,6 +202,22 @@ class Layer:
         if style.is_fused:  # the parts of a product keep all of it, and the MLP all that it computes
             attention += BF16 * (self.queries + self.keys)
             inner *= 2
+        return norms + attention + inner + BF16 * setup.adapter[0] * len(self.adapted)
+
+    def kept_without_kernels(self) -> int:
+        """Return the same for the family's own modules. Their norms compute in fp32, and MLPs keep four results.
+
+        Autocast gives each matrix a copy of its input, and PEFT gives one to each adapter.
+        """
+        shape, style, setup = self.shape, self.shape.style, self.setup
+        states, adapters = self.queries + self.keys, bool(self.adapted)
+        of_norm = FP32 + (0 if adapters else setup.stream)
+        copies = len(self.matrices) - 2 if adapters or setup.stream == FP32 else 2
+        norms = (of_norm * style.num_norms + BF16 * copies) * shape.width
+        attention = 2 * BF16 * states + FP32 * shape.heads // setup.tp
+        attention += of_norm * states if style.qk_norm else 0
+        attention += BF16 * self.queries if adapters else 0
+        inner = BF16 * self.inner * (4 if style.is_gated else 2)
         return norms + attention + inner + BF16 * setup.adapter[0] * len(self.adapted)
 
     def kept_for_products(self) -> int:
@@ -224,11 +245,14 @@ class Layer:
         return BF16 * 2 * self.keys * self.setup.key_tokens
 
     def backward(self) -> int:
-        """Return the bytes that the backward pass of the layer takes in addition: what is computed again, and three
-        gradients inside the MLP. The hidden states of the head are free by then.
+        """Return the bytes that the backward pass of the layer takes in addition.
+
+        They are what is computed again, and gradients inside the MLP: three, or five without our kernels. The hidden
+        states of the head are free by then.
         """
         setup, again = self.setup, 0
         if setup.checkpointing in ("full", "offload"):
             again = self.kept_for_all() - setup.stream * self.shape.width * (setup.checkpointing == "full")
         rebuilt = 0 if setup.checkpointing == "none" else self.cast() + self.gathered_keys()
-        return setup.num_tokens * (again + BF16 * 3 * self.inner - BF16 * self.shape.width) + rebuilt
+        gradients = 3 if setup.is_lean else 5
+        return setup.num_tokens * (again + BF16 * gradients * self.inner - BF16 * self.shape.width) + rebuilt

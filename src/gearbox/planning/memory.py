@@ -145,13 +145,26 @@ class Part:
         chunk = min(max(1, NUM_LOGITS // vocabulary), tokens) * vocabulary
         casts = setup.cast_bytes * self.head_weights if setup.trains_all else 0
         gradient = FP32 * self.head_weights if setup.trains_all else 0
-        product = chunk * BF16 + (BF16 * self.head_weights if setup.trains_all else 0)
-        logits = max(chunk * (BF16 + FP32), product)
         return {
             "activations": self.kept() + self.in_autocast(),
-            "head": states + logits + gradient + casts,
-            "gathered": BF16 * self.head_weights if setup.gathers else 0,
+            "head": states + chunk * (BF16 + FP32) + gradient + casts,
+            "gathered": 2 * BF16 * self.head_weights if setup.gathers else 0,  # with the buffer of the collective
         }
+
+    def in_head_backward(self) -> Moment:
+        """Return what is added while the head's gradient in fp32 is rounded to the dtype of its gathered weight."""
+        setup = self.setup
+        if not (setup.gathers and setup.trains_all):
+            return {}
+        return {
+            "activations": self.kept() + self.in_states(),
+            "head": (FP32 + BF16) * self.head_weights,
+            "gathered": BF16 * (self.head_weights + self.layers[-1].num_weights),
+        }
+
+    def in_states(self) -> float:
+        """Return the bytes of the last norm's input, and of the gradient of its output."""
+        return self.setup.num_tokens * self.shape.width * (self.setup.stream + BF16)
 
     def in_autocast(self) -> float:
         """Return the bytes of casts that autocast keeps until the forward pass ends."""
@@ -162,13 +175,12 @@ class Part:
     def in_layer(self) -> Moment:
         """Return what the backward pass of the last layer adds, while all others wait for theirs."""
         setup, largest = self.setup, max(self.layers, key=lambda layer: layer.num_weights)
-        states = setup.num_tokens * self.shape.width * (setup.stream + BF16)  # input of the last norm; its gradient
         gathered = 0.0
         if setup.gathers:
             reduced = FP32 * (1 + 1 / setup.shares.gradients) + BF16
             gathered = 2 * BF16 * largest.num_weights + reduced * largest.trained
         return {
-            "activations": self.kept() + states + max(layer.backward() for layer in self.layers),
+            "activations": self.kept() + self.in_states() + max(layer.backward() for layer in self.layers),
             "gathered": gathered,
         }
 
@@ -179,7 +191,7 @@ class Part:
             return {}
         reduced = BF16 + FP32 * (1 + 1 / setup.shares.gradients)
         return {
-            "activations": self.kept() + setup.num_tokens * self.shape.width * (setup.stream + BF16),
+            "activations": self.kept() + self.in_states(),
             "head": reduced * self.head_weights,
         }
 
@@ -194,6 +206,7 @@ class Part:
         early = held if self.setup.accumulates else {**held, "gradients": 0.0}
         moments = {
             "the output head": (early, self.in_head()),
+            "the backward pass of the output head": (early, self.in_head_backward()),
             "the backward pass of a layer": (early, self.in_layer()),
             "the reduction of the head's gradient": (early, self.in_reduction()),
             "the end of the backward pass": (held, self.at_the_end()),
