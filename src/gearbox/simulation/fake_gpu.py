@@ -128,6 +128,8 @@ class FakeGPU(TorchDispatchMode):
         self.now_bytes -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else NotImplemented
         kwargs = kwargs or {}
         if any(not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not _usual for kind in types):
             return NotImplemented  # DTensor calls the mode again with its local tensors

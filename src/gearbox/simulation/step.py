@@ -24,12 +24,15 @@ import yaml
 from accelerate.state import PartialState
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch import nn
-from torch._subclasses import FakeTensor
+from torch._subclasses import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, UnsupportedOperatorException
 from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed import fake_pg
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, initialization
 
 from gearbox.config.job import Job
 from gearbox.config.recipe import Model
@@ -37,7 +40,8 @@ from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sequence_parallel
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import ProcessGroup
-from gearbox.kernels import attention, head
+from gearbox.errors import UserError, one_line_with_type
+from gearbox.kernels import attention, head, lora, pointwise
 from gearbox.launch.environment import of_first_rank
 from gearbox.model import adapters, loading, loss, probes
 from gearbox.model.optimizer import make_optimizer
@@ -48,6 +52,7 @@ from gearbox.sharding.unwrap import text_class, unwrap_optimizer, without_adapte
 from gearbox.simulation.fake_gpu import GPU, HOST, FakeGPU
 from gearbox.training import loop
 
+UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 PORTION = 2  # micro-batches of a simulated step: with more of them, only the bytes sent grow
 NUM_STEPS = 2  # the first one creates the optimizer's state
 TERMS = ("weights", "gradients", "optimizer", "activations", "head", "gathered")
@@ -111,6 +116,8 @@ def _pretend(gpu: FakeGPU) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     head.NUM_LOGITS["cpu"] = head.NUM_LOGITS["cuda"]
     attention.is_on_cpu = lambda tensor: tensor.device != GPU
+    for module in (lora, pointwise, loss):
+        vars(module)["type"] = _plain_type  # their fast paths are for plain tensors
     loop.CPU_PASS_TOKENS = None
     adapters._init_adapter = lambda *_: None
     usual = torch.UntypedStorage.resize_
@@ -135,6 +142,13 @@ def _pretend(gpu: FakeGPU) -> None:
     ):
         function = gpu.as_term("head", getattr(owner, name))
         setattr(owner, name, function if owner is loss.ChunkedLoss else staticmethod(function))
+
+
+def _plain_type(value: object) -> type:
+    """Return the type of an object, and for a tensor without memory the type that it stands for."""
+    if not isinstance(value, FakeTensor):
+        return type(value)
+    return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -205,16 +219,23 @@ def _fake_model(
 ) -> PreTrainedModel:
     """Return what from_pretrained returns, without files: weights without memory, on the GPU or on the host."""
     kind = text_class(config) if stage is None else pipeline_stages.stage_class(config, stage)
-    with torch.device("meta"):
+    with torch.device("meta"), initialization.no_init_weights(), initialization.no_tie_weights():
         built = kind._from_config(config, dtype=options["dtype"], attn_implementation=options["attn_implementation"])
+    if (distributed := options.get("distributed_config")) is not None:
+        distributed, _, meshes = kind.prepare_distribute_model(distributed)
+        built = kind.maybe_distribute_model(built, distributed, meshes)
     built.tie_weights()
+    if model.quantize:
+        _quantize(built, options["quantization_config"])
     made: dict[int, nn.Parameter] = {}
     for module_name, module in built.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
                     dtype = fsdp_loading._planned_dtype(built, f"{module_name}.{name}", parameter.dtype)
-                    made[id(parameter)] = _fake_parameter(parameter, dtype, place)
+                    is_packed = type(module).__name__ == "Linear4bit" and name == "weight"
+                    make = _packed_parameter if is_packed else _fake_parameter
+                    made[id(parameter)] = make(parameter, dtype, place)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -227,13 +248,44 @@ def _fake_parameter(
 ) -> nn.Parameter:
     """Return a weight on a device, or a stand-in with this rank's rows of it."""
     device, rows = place
-    if rows is None or meta.dim() < 2:
-        return nn.Parameter(torch.empty(meta.shape, dtype=dtype, device=device), meta.requires_grad)
-    stand_in = nn.Parameter(torch.full((1,), 0, dtype=dtype).expand(meta.shape), meta.requires_grad)
-    part = rows.of(len(meta))
-    shape = (part.stop - part.start, *meta.shape[1:])
-    setattr(stand_in, fsdp_loading.OWN_ROWS, torch.empty(shape, dtype=dtype, device=rows.device))
-    return stand_in
+    local = meta.to_local() if isinstance(meta, DTensor) else meta
+    part = None
+    if rows is None or local.dim() < 2:
+        made = torch.empty(local.shape, dtype=dtype, device=device)
+    else:
+        made = torch.full((1,), 0, dtype=dtype).expand(local.shape)
+        mine = rows.of(len(local))
+        part = torch.empty((mine.stop - mine.start, *local.shape[1:]), dtype=dtype, device=rows.device)
+    if isinstance(meta, DTensor):
+        mesh, placements = meta.device_mesh, meta.placements
+        made = DTensor.from_local(made, mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride())
+    parameter = nn.Parameter(made, meta.requires_grad)
+    if part is not None:
+        setattr(parameter, fsdp_loading.OWN_ROWS, part)
+    return parameter
+
+
+def _packed_parameter(
+    meta: nn.Parameter, dtype: torch.dtype, place: tuple[torch.device, fsdp_loading.RowRange | None]
+) -> nn.Parameter:
+    """Return a weight in 4 bits, as bitsandbytes packs it."""
+    import bitsandbytes
+
+    full = torch.empty(meta.shape, dtype=torch.bfloat16, device=place[0])
+    options = {name: getattr(meta, name) for name in ("quant_type", "compress_statistics", "quant_storage")}
+    packed, state = bitsandbytes.functional.quantize_4bit(full, blocksize=meta.blocksize, **options)
+    parameter = nn.Parameter(packed, requires_grad=False)
+    vars(parameter).update(options, quant_state=state, blocksize=meta.blocksize, bnb_quantized=True)
+    return parameter
+
+
+def _quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
+    """Replace a model's layers by ones in 4 bits, which are packed where the weights are placed."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(settings)
+    quantizer.preprocess_model(model=model, device_map=None)
+    quantizer.postprocess_model(model)
 
 
 def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple[Counter[str], Counter[str]]:
@@ -248,9 +300,8 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
 
     def end(*_: object) -> None:
         gpu.term = before.pop()
-        gpu.move(
-            (value for state in optimizer.state.values() for value in state.values() if _is_tensor(value)), "optimizer"
-        )
+        found = (value for state in optimizer.state.values() for value in state.values())
+        gpu.move((value for value in found if isinstance(value, torch.Tensor)), "optimizer")
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
@@ -269,6 +320,7 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
 
     if engine.job.gear.engine == "ddp":
         engine._try_rows({name: tensor[:1] for name, tensor in micro.items()})  # as `Engine.warm_up` does
+    _watch_gradients(engine.unwrapped, gpu)
     for _ in range(NUM_STEPS):
         gpu.forget_peak()
         first.clear()
@@ -276,14 +328,34 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
     return first, Counter(gpu.sent)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _watch_gradients(model: nn.Module, gpu: FakeGPU) -> None:
+    """Count each gradient as one from the moment that it exists. Under FSDP2 it is complete first."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(lambda one: gpu.move([one.grad], "gradients"))
+    usual = FSDPParam.init_unsharded_param
+
+    def init(self: FSDPParam) -> None:
+        is_first = not hasattr(self, "_unsharded_param")
+        usual(self)
+        if is_first and self._unsharded_param.requires_grad:
+            self._unsharded_param.register_post_accumulate_grad_hook(lambda one: gpu.move([one.grad], "gathered"))
+
+    FSDPParam.init_unsharded_param = init
 
 
 def main() -> None:
     """Read a job and a config from standard input, and write the result to the file that the argument names."""
     job, config = pickle.load(sys.stdin.buffer)
-    Path(sys.argv[1]).write_text(json.dumps(simulate_step(job, config)))
+    try:
+        found = simulate_step(job, config)
+    except UserError as error:
+        found = {"refused": str(error)}
+    except UNKNOWN as error:
+        family = config.get("model_type")
+        reason = f"the family {family} needs values that only real tensors have ({one_line_with_type(error, 200)})"
+        found = {"refused": f"plan: {job.gear.name}: {reason}"}
+    Path(sys.argv[1]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
