@@ -154,7 +154,7 @@ def _plain_type(value: object) -> type:
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap two tensors, as torch does when it moves a module. Torch refuses tensors that a cache of it refers to."""
     one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    one.__dict__, other.__dict__ = one.__dict__ | other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
 
 
@@ -234,8 +234,8 @@ def _fake_model(
                 if id(parameter) not in made:
                     dtype = fsdp_loading._planned_dtype(built, f"{module_name}.{name}", parameter.dtype)
                     is_packed = type(module).__name__ == "Linear4bit" and name == "weight"
-                    make = _packed_parameter if is_packed else _fake_parameter
-                    made[id(parameter)] = make(parameter, dtype, place)
+                    fake = _packed_parameter(module) if is_packed else _fake_parameter(parameter, dtype, place)
+                    made[id(parameter)] = fake
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -265,24 +265,29 @@ def _fake_parameter(
     return parameter
 
 
-def _packed_parameter(
-    meta: nn.Parameter, dtype: torch.dtype, place: tuple[torch.device, fsdp_loading.RowRange | None]
-) -> nn.Parameter:
-    """Return a weight in 4 bits, as bitsandbytes packs it."""
-    import bitsandbytes
+def _packed_parameter(module: Any) -> nn.Parameter:  # noqa: ANN401  bitsandbytes is imported where it is needed
+    """Return the weight of a layer in 4 bits, as bitsandbytes packs it on the GPU."""
+    from bitsandbytes.functional import quantize_4bit
 
-    full = torch.empty(meta.shape, dtype=torch.bfloat16, device=place[0])
+    meta = module.weight
+    full = torch.empty(meta.shape, dtype=torch.bfloat16, device=GPU)
     options = {name: getattr(meta, name) for name in ("quant_type", "compress_statistics", "quant_storage")}
-    packed, state = bitsandbytes.functional.quantize_4bit(full, blocksize=meta.blocksize, **options)
+    packed, state = quantize_4bit(full, blocksize=meta.blocksize, **options)
     parameter = nn.Parameter(packed, requires_grad=False)
+    module.quant_state = state
     vars(parameter).update(options, quant_state=state, blocksize=meta.blocksize, bnb_quantized=True)
     return parameter
 
 
 def _quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
     """Replace a model's layers by ones in 4 bits, which are packed where the weights are placed."""
+    import bitsandbytes
     from transformers.quantizers import AutoHfQuantizer
 
+    def restore(module: bitsandbytes.nn.Linear4bit) -> None:
+        module.weight.quant_state = module.quant_state
+
+    bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module = restore
     quantizer = AutoHfQuantizer.from_config(settings)
     quantizer.preprocess_model(model=model, device_map=None)
     quantizer.postprocess_model(model)
