@@ -1,19 +1,22 @@
 """Simulate every recipe under every gear that can be simulated, and print the peaks. Run this file for the table.
 
-    python tests/support/simulations.py FILE.json [RECIPE ...]
+python tests/support/simulations.py FILE.json [RECIPE ...]
 """
 
 from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 from gearbox.config.gear import gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
+from gearbox.simulation import step
 from gearbox.simulation.simulate import simulate
+from support.ranks import fork_ranks
 
 RECIPES = ("tiny", "ddp_4gpu_full", "fsdp_2gpu", "qlora_1gpu", "ddp_4gpu", "smollm2_135m", "zero3_2gpu")
 GEARS = {"single": 1, "ddp": 4, "fsdp": 2, "hsdp": 4, "fsdp_offload": 2, "tp": 2, "fsdp_tp": 4, "ring": 2}
@@ -31,6 +34,19 @@ def config_of(job: Job) -> dict:
     name = job.recipe.model.name
     folder, shipped = ROOT / name / "config.json", ROOT / "recipes/architectures" / f"{name.replace('/', '--')}.json"
     return json.loads((folder if folder.exists() else shipped).read_text())
+
+
+def simulated(job: Job, config: dict) -> dict:
+    """Return what `simulate` finds, by a forked process, which need not import the libraries."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "outcome.json"
+
+        def work() -> None:
+            file.write_text(json.dumps(step.simulate_step(job, config)))
+
+        codes, output = fork_ranks(1, {}, work)
+        assert codes == [0], output
+        return json.loads(file.read_text())
 
 
 def main() -> None:

@@ -70,6 +70,8 @@ def _refusal(job: Job) -> str:
         return f"{gear.name}: DeepSpeed cannot run on tensors without memory; the closed form covers it"
     if gear.engine == "pp":
         return "pp: a stage waits for real tensors of the others; the closed form covers it"
+    if gear.engine == "fsdp" and gear.degree("tp") > 1:
+        return f"{gear.name}: FSDP2 cannot place tensors without memory that tp divides; the closed form covers it"
     if perf.kernels == "liger":
         return "perf.kernels: Liger's kernels need a GPU; simulate with auto"
     if perf.float8:
