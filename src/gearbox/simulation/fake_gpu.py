@@ -213,14 +213,12 @@ _usual = torch.Tensor.__torch_dispatch__
 
 def _known(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:  # noqa: ANN401
     """Return the value of a small tensor of integers on the GPU, if it follows from values that are known."""
-    if func._schema.is_mutable:
-        for tensor in tensors:
-            vars(tensor).pop("known", None)
-        return None
     values = [getattr(one, "known", None) if isinstance(one, FakeTensor) else one for one in tensors]
     if not values or any(
         value is None or value.is_meta or value.numel() > SMALL or value.is_floating_point() for value in values
     ):
+        for tensor in tensors if func._schema.is_mutable else ():
+            vars(tensor).pop("known", None)
         return None
     options = dict(kwargs)
     if "device" in options:

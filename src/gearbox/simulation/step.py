@@ -52,7 +52,7 @@ from gearbox.sharding.unwrap import text_class, unwrap_optimizer, without_adapte
 from gearbox.simulation.fake_gpu import GPU, HOST, FakeGPU
 from gearbox.training import loop
 
-UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException, RuntimeError)
 PORTION = 2  # micro-batches of a simulated step: with more of them, only the bytes sent grow
 NUM_STEPS = 2  # the first one creates the optimizer's state
 TERMS = ("weights", "gradients", "optimizer", "activations", "head", "gathered")
