@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from gearbox.distributed import engine as engines
+from gearbox.errors import UserError
 from gearbox.kernels import head
 from gearbox.model.random_init import shrink_config
+from gearbox.simulation.simulate import simulate
 from support.held import at_second_step
 from support.simulations import config_of, job_of, simulated
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call, attr-defined, misc"
 """A GPU that does not exist: tensors on it have a shape and no memory, and every byte of them is counted.
 
 The GPU is the device `cpu:0`, and the host is `cpu`. Torch keeps the two apart like a GPU and a host, in every build
@@ -24,6 +25,7 @@ GPU, HOST = torch.device("cpu", 0), torch.device("cpu")
 SMALL = 2**20
 """Elements of the largest tensor of the host that is real."""
 aten = torch.ops.aten
+Value = Any  # of an operation's arguments and results, which have any type
 COLLECTIVES = {
     "allreduce_": ("all-reduce", 0),
     "all_reduce": ("all-reduce", 0),
@@ -52,7 +54,7 @@ class FakeGPU(TorchDispatchMode):
         """Begin with an empty GPU."""
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.living: dict[int, list[Any]] = {}
+        self.living: dict[int, list[Value]] = {}
         """The bytes and the term of each storage, by its address."""
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
@@ -72,7 +74,7 @@ class FakeGPU(TorchDispatchMode):
         finally:
             self.term = before
 
-    def as_term(self, term: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def as_term(self, term: str, function: Callable[..., Value]) -> Callable[..., Value]:
         """Return a function whose new tensors count as this term."""
 
         def counted(*arguments: object, **options: object) -> object:
@@ -110,7 +112,7 @@ class FakeGPU(TorchDispatchMode):
         if self.now_bytes > self.peak_bytes:
             self.peak, self.peak_bytes = Counter(self.now), self.now_bytes
 
-    def _count(self, found: Any) -> Any:  # noqa: ANN401  any result of an operation
+    def _count(self, found: Value) -> Value:
         for tensor in tree_leaves(found):
             if not isinstance(tensor, FakeTensor) or tensor.device != GPU:
                 continue
@@ -127,7 +129,7 @@ class FakeGPU(TorchDispatchMode):
         self.now[term] -= size
         self.now_bytes -= size
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Value, types: Value, args: Value = (), kwargs: Value = None) -> Value:
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else NotImplemented
         kwargs = kwargs or {}
@@ -154,7 +156,7 @@ class FakeGPU(TorchDispatchMode):
             found.known = known
         return self._count(found)
 
-    def _is_fake(self, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:  # noqa: ANN401
+    def _is_fake(self, tensors: list[torch.Tensor], args: Value, kwargs: dict[str, Value]) -> bool:
         """Return whether an operation has to do with the GPU, or with a large tensor of the host."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return True
@@ -174,7 +176,7 @@ class FakeGPU(TorchDispatchMode):
             return cast("float | int | bool", known.item())
         return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
-    def _send(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _send(self, name: str, func: Value, args: Value, kwargs: dict[str, Value]) -> Value:
         """Return what a collective returns, and count the bytes of its complete tensor."""
         if name == "allreduce_":
             self.works.append(_Done(args[0]))
@@ -211,7 +213,7 @@ class _Done(Work):
 _usual = torch.Tensor.__torch_dispatch__
 
 
-def _known(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:  # noqa: ANN401
+def _known(func: Value, tensors: list[torch.Tensor], args: Value, kwargs: dict[str, Value]) -> torch.Tensor | None:
     """Return the value of a small tensor of integers on the GPU, if it follows from values that are known."""
     values = [getattr(one, "known", None) if isinstance(one, FakeTensor) else one for one in tensors]
     if not values or any(

@@ -1,7 +1,8 @@
+# mypy: disable-error-code="assignment, method-assign, attr-defined, no-untyped-call"
 """Build a model on a fake GPU under a gear's real engine, and take training steps as rank 0.
 
-Run this module in a process of its own: it joins a process group that has no other ranks, and replaces functions of the
-libraries that would touch memory.
+Run this module in a process of its own. It joins a process group without other ranks, and replaces functions that
+would touch memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import accelerate.commands.launch as launcher
 import torch
@@ -49,7 +50,7 @@ from gearbox.model.pretrained import Pretrained
 from gearbox.rows.batches import StepBatch
 from gearbox.sharding import fsdp_loading
 from gearbox.sharding.unwrap import text_class, unwrap_optimizer, without_adapter
-from gearbox.simulation.fake_gpu import GPU, HOST, FakeGPU
+from gearbox.simulation.fake_gpu import GPU, HOST, FakeGPU, Value
 from gearbox.training import loop
 
 UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException, RuntimeError)
@@ -60,7 +61,7 @@ TERMS = ("weights", "gradients", "optimizer", "activations", "head", "gathered")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a run finds out about a model before it loads it."""
+    """Hold what a run finds out about a model before it loads it."""
 
     config: PretrainedConfig
     attention: str
@@ -68,7 +69,7 @@ class _Plan:
     unreached: set[str]
 
 
-def simulate_step(job: Job, config: Mapping[str, Any]) -> dict[str, Any]:
+def simulate_step(job: Job, config: Mapping[str, Value]) -> dict[str, Value]:
     """Return the peak of a training step by term, the peak while loading, and the bytes sent by kind of collective."""
     _join(job)
     batch = replace(job.batch, accumulation_steps=min(PORTION, job.batch.accumulation_steps))
@@ -182,7 +183,7 @@ def _build(job: Job, folder: str, plan: _Plan, gpu: FakeGPU) -> Engine:
     on_host = gear.engine == "fsdp" and recipe.model.quantize is None
 
     def load_weights(
-        config: PretrainedConfig, model: Model, _: str, options: dict[str, Any], stage: pipeline_stages.Stage | None
+        config: PretrainedConfig, model: Model, _: str, options: dict[str, Value], stage: pipeline_stages.Stage | None
     ) -> PreTrainedModel:
         return _fake_model(config, model, options, stage, (HOST if on_host else GPU, rows))
 
@@ -213,7 +214,7 @@ class _Tokenizer:
 def _fake_model(
     config: PretrainedConfig,
     model: Model,
-    options: dict[str, Any],
+    options: dict[str, Value],
     stage: pipeline_stages.Stage | None,
     place: tuple[torch.device, fsdp_loading.RowRange | None],
 ) -> PreTrainedModel:
@@ -265,7 +266,7 @@ def _fake_parameter(
     return parameter
 
 
-def _packed_parameter(module: Any) -> nn.Parameter:  # noqa: ANN401  bitsandbytes is imported where it is needed
+def _packed_parameter(module: Value) -> nn.Parameter:
     """Return the weight of a layer in 4 bits, as bitsandbytes packs it on the GPU."""
     from bitsandbytes.functional import quantize_4bit
 
