@@ -197,16 +197,16 @@ class _Done(Work):
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
-        self.result = result
+        self.tensors = result
 
     def wait(self, *_: object) -> bool:
-        self.result = []
+        self.tensors = []
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self.result)
-        self.result = []
+        future.set_result(self.tensors)
+        self.tensors = []
         return future
 
 
