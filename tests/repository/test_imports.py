@@ -29,6 +29,7 @@ LAYERS = (
     "model",
     "reporting",
     "training",
+    "simulation",
 )
 BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
@@ -185,9 +186,9 @@ def test_a_module_run_as_a_script_does_not_hide_the_standard_library():
     assert "builtin_tasks" in names and not names & sys.stdlib_module_names
 
 
-def test_engines_are_named_in_two_folders():
+def test_engines_are_named_in_three_folders():
     found = {(str(path), name) for path, tree in MODULES.items() for name in identifiers(in_use(tree)) & ENGINES}
-    theirs = ("distributed/", "sharding/", "config/gear.py")
+    theirs = ("distributed/", "sharding/", "simulation/", "config/gear.py")
     elsewhere = {pair for pair in found if not pair[0].startswith(theirs)}
     assert elsewhere == set(ENGINES_ELSEWHERE)
     state = "sharding/sharded_state.py"

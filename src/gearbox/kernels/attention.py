@@ -139,6 +139,11 @@ def _of_parts(
     return query.transpose(0, 1).flatten(1, 2)[None], read[..., : key.shape[-1]], read[..., key.shape[-1] :]
 
 
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """Return True if the kernels of the CPU compute a tensor."""
+    return tensor.device.type == "cpu"
+
+
 def _by_document(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -147,11 +152,11 @@ def _by_document(
     settings: tuple[int, float, float],
 ) -> torch.Tensor:
     """Return the output, [B, T, H, V], by the kernel that fits. A document's queries are those of its last keys."""
-    (bounds, longest), (window, scale, dropout), is_on_cpu = documents, settings, query.device.type == "cpu"
+    (bounds, longest), (window, scale, dropout), on_cpu = documents, settings, is_on_cpu(query)
     is_even = query.shape[-1] == value.shape[-1]
-    if not is_on_cpu and is_even and query.shape[-1] <= MAX_HEAD_SIZE:
+    if not on_cpu and is_even and query.shape[-1] <= MAX_HEAD_SIZE:
         return _on_gpu(query, key, value, (bounds, longest), (window, scale))
-    if not is_on_cpu or dropout or not is_even:
+    if not on_cpu or dropout or not is_even:
         return _composed(query, key, value, bounds, (window, scale, dropout))
     return cast(torch.Tensor, torch.ops.gearbox.attend_documents(query, key, value, bounds, window, scale)[0])
 

@@ -67,6 +67,12 @@ class LaunchEnvironment:
         )
 
 
+def of_first_rank(size: int) -> dict[str, str]:
+    """Return the variables of rank 0 of `size` ranks on one machine."""
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
 def without_launcher() -> dict[str, str]:
     """Return this process's environment without a launcher's variables, for a child that is not a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
