@@ -61,6 +61,8 @@ class Setup:
     key_tokens: int = 0
     """Tokens of the complete rows whose keys and values a rank gathers, if ranks share each row."""
     num_ranks: int = 1
+    num_replicas: int = 1
+    """Groups of ranks that hold a complete sharded model each."""
     is_lean: bool = True
     """True if our kernels compute norms, gates and adapters, which save only their inputs."""
     logit_bytes: float | None = None
@@ -95,6 +97,7 @@ class Setup:
             in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
             key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
             num_ranks=gear.num_processes,
+            num_replicas=gear.degree("dp_replicate"),
             is_lean=recipe.perf.kernels == "auto",
         )
 
@@ -178,6 +181,8 @@ class Layer:
     @property
     def in_autocast(self) -> int:
         """The number of weights of the layers that autocast casts, as our kernels do not know their inputs."""
+        if self.setup.tp > 1:
+            return sum(one.num_weights for one in self.matrices) // self.setup.tp
         style, names = self.shape.style, {self.shape.attention[-1].name}
         if style.norms_outputs:
             names |= {one.name for one in self.matrices[:-1]}

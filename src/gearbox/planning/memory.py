@@ -196,9 +196,15 @@ class Part:
         }
 
     def at_the_end(self) -> Moment:
-        """Return what the backward pass of the first layer adds, when all gradients are there."""
-        last = self.layers[0]
-        return {"activations": last.kept() + last.backward()}
+        """Return what the backward pass of the first layer adds, when all gradients are there.
+
+        FSDP2 keeps what it has summed over replicas until then.
+        """
+        last, setup, gathered = self.layers[0], self.setup, 0.0
+        if setup.num_replicas > 1:
+            embedding = self.shape.embedding_weights if setup.trains_all else 0
+            gathered = FP32 * self.trained / setup.shares.gradients + (FP32 + BF16) * embedding
+        return {"activations": last.kept() + last.backward(), "gathered": gathered}
 
     def predict(self) -> Prediction:
         """Return the memory at the moment when the rank holds most."""
