@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> None:
     """Choose, write, check and show a recipe, and print the commands that use it."""
     options = parse(arguments)
     check_output(options.output, options.force)
+    model = new_recipe.checked_name(options.model)
     gpus, note = find_gpus(options.gpus)
     named = None if options.like is None else Path(options.like)
     like = load_like(named or new_recipe.nearest_recipe("full", "fsdp"))
@@ -57,9 +58,12 @@ def main(arguments: list[str]) -> None:
     data = load_like(named or new_recipe.nearest_recipe("full", "fsdp"), given).data
 
     with cli.importing("transformers"):
+        import transformers
+
         from gearbox.reporting import model_facts
 
-    facts = model_facts.read(options.model, data)
+    transformers.logging.set_verbosity_error()  # the checks report what matters
+    facts = model_facts.read(model, data)
     methods = new_recipe.methods_from(like.method) if named else METHODS
     choice = new_recipe.choose(facts, like, gpus, options.method, methods)
     like_path = named or new_recipe.nearest_recipe(choice.method, choice.gear)

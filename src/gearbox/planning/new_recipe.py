@@ -27,6 +27,7 @@ ADAPTER_RATE = 2e-4
 NF4 = 4.127 / 8  # bytes of a weight with double quantization
 STATE_SHARE = 0.5  # of a GPU's memory for weights and optimizer, if the family has no closed form
 COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+FROM_GGUF = "convert GGUF to safetensors, as src/fetch_smollm2.py does"
 GPUS = re.compile(r"(\d{1,4})x(\S+)", re.IGNORECASE)
 
 
@@ -65,6 +66,9 @@ class Sizes:
     features: int
     """Inputs and outputs of all linear layers: an adapter has that many weights for each of its ranks."""
 
+    def __str__(self) -> str:
+        return f"{self.weights / 1e9:.3g}B weights" if self.weights >= 10**7 else f"{self.weights:,} weights"
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -85,6 +89,7 @@ class ModelFacts:
     adapter: str | None = None
     """The folder of a saved adapter to continue."""
     adapter_method: str | None = None
+    adapter_rank: int | None = None
     has_weights: bool = True
     note: str = ""
     """A comment for the head of the recipe."""
@@ -124,6 +129,32 @@ class Change(NamedTuple):
     reason: str
 
 
+def checked_name(model: str) -> str:
+    """Return the name of a model, with the home folder for ~. Raise UserError for a file, and for a wrong folder."""
+    if not model.strip():
+        raise UserError("MODEL: is empty; give a folder with config.json, or a Hub id such as org/model")
+    try:
+        folder = Path(model).expanduser() if model.startswith("~") else Path(model)
+        model.encode()
+        is_file, is_folder = folder.is_file(), folder.is_dir()
+    except (OSError, ValueError, RuntimeError):
+        raise UserError(f"MODEL: {model[:60]!r} is not a path; give a folder, or a Hub id such as org/model") from None
+    if is_file:
+        is_gguf = folder.suffix == ".gguf"
+        raise UserError(f"MODEL: {model!r} is a file; {FROM_GGUF if is_gguf else 'give its folder, with config.json'}")
+    if is_folder and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        advice = FROM_GGUF if any(folder.glob("*.gguf")) else "give the folder of a model that transformers saved"
+        raise UserError(f"MODEL: the folder {model!r} has no config.json; {advice}")
+    if not is_folder and (model.startswith((".", "/", "~", "models/", "recipes/", "runs/")) or not is_hub_id(model)):
+        raise UserError(f"MODEL: no such folder {model!r}; give a folder, or a Hub id such as org/model")
+    return str(folder) if model.startswith("~") else model
+
+
+def is_hub_id(name: str) -> bool:
+    """Return True for a name that a model of the Hub may have."""
+    return re.fullmatch(r"([\w.-]{1,96}/)?[\w.-]{1,96}", name, re.ASCII) is not None
+
+
 def choose(facts: ModelFacts, like: Recipe, gpus: Gpus, method: str | None, methods: tuple[str, ...]) -> Choice:
     """Return the first method that fits on the GPUs, and the gear for it. Raise UserError if none fits.
 
@@ -159,7 +190,7 @@ def _cautious(facts: ModelFacts, like: Recipe, gpus: Gpus, methods: tuple[str, .
     limit = gpus.memory * STATE_SHARE
     least = 0
     for method in methods:
-        terms = _states(facts.sizes, method, like)
+        terms = _states(facts, method, like)
         total = sum(terms.values())
         for gear, parts in (("single", 1),) if gpus.count == 1 else (("ddp", 1), ("fsdp", gpus.count)):
             if total <= limit * parts:
@@ -172,19 +203,20 @@ def _cautious(facts: ModelFacts, like: Recipe, gpus: Gpus, methods: tuple[str, .
         least = round(total / gpus.count)
         why = why or f"{TITLES[method]} needs {_gb(least)} for weights and optimizer alone, on each GPU"
     raise UserError(
-        f"--gpus: {TITLES[methods[-1]]} of {facts.name!r} needs {_gb(least)} for weights and optimizer on each of "
-        f"{gpus}, which leaves too little for activations; give more or larger GPUs"
+        f"--gpus: {TITLES[methods[-1]]} of {facts.name!r} needs {_gb(least)} for weights and optimizer on each GPU, "
+        f"and {gpus} would have too little left for activations; give more or larger GPUs"
     )
 
 
-def _states(sizes: Sizes, method: str, like: Recipe) -> dict[str, float]:
+def _states(facts: ModelFacts, method: str, like: Recipe) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer of the whole model."""
+    sizes, rank = facts.sizes, facts.adapter_rank or like.adapter.r
     per = 4 if like.optim.master_weights == "fp32" else 2
     moments = 2 if like.optim.name.endswith("8bit") else per if like.optim.name == "muon" else 2 * per
     trained = 2 * per + moments
     if method == "full":
         return {f"Weights, gradients and optimizer: {trained} bytes for each weight.": sizes.weights * trained}
-    adapter = sizes.features * like.adapter.r * trained
+    adapter = sizes.features * rank * trained
     if method.startswith("q"):
         frozen = {
             "Layers in NF4.": sizes.in_layers * NF4,
@@ -192,7 +224,7 @@ def _states(sizes: Sizes, method: str, like: Recipe) -> dict[str, float]:
         }
     else:
         frozen = {"Frozen weights in bf16.": sizes.weights * 2}
-    return frozen | {f"Adapter of rank {like.adapter.r}, with gradients and optimizer.": adapter}
+    return frozen | {f"Adapter of rank {rank}, with gradients and optimizer.": adapter}
 
 
 def _gb(num_bytes: float) -> str:
@@ -252,7 +284,7 @@ def _default_of(key: str) -> object:
 def compose(facts: ModelFacts, choice: Choice, like: Recipe, data: str | None, is_named: bool) -> Draft:
     """Return a recipe for the model, made like another one. `is_named` is True if the user named that one."""
     draft = Draft(like.model_dump(mode="json", exclude_defaults=True))
-    draft.set("model.name", facts.name, "the model given")
+    draft.set("model.name", facts.name, "the base of the adapter" if facts.adapter else "the model given")
     draft.reset("model", OF_THE_MODEL, "set for the other model")
     if not facts.has_weights:
         draft.set("model.init", "random", "the folder has no weights")
@@ -265,7 +297,7 @@ def compose(facts: ModelFacts, choice: Choice, like: Recipe, data: str | None, i
     draft.set("perf.checkpointing", choice.checkpointing, "memory")
     is_full = choice.method == "full"
     if not is_named or (like.method == "full") != is_full:
-        trained = f"{facts.sizes.weights / 1e9:.2g}B weights" if is_full else "an adapter"
+        trained = str(facts.sizes) if is_full else "an adapter"
         draft.set("optim.lr", rate_of(choice.method, facts.sizes.weights), f"usual for {trained}")
     for key, applies, reason in (
         ("perf.float8", is_full, "multiplies trained weights, which an adapter freezes"),
@@ -283,7 +315,7 @@ def set_rows(draft: Draft, num_rows: int | None, gpus: Gpus) -> None:
     rows = draft.get("batch.rows")
     if num_rows is not None and isinstance(rows, int):
         fewer = max(gpus.count, 2 ** ((num_rows // EPOCH_STEPS).bit_length() - 1) if num_rows >= EPOCH_STEPS else 1)
-        draft.set("batch.rows", min(rows, fewer), f"{num_rows:,} rows of data")
+        draft.set("batch.rows", min(rows, fewer), f"the data fill only {num_rows:,}")
 
 
 def _set_adapter(draft: Draft, facts: ModelFacts, choice: Choice) -> None:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from gearbox import ROOT
-from gearbox.config.adapter_settings import read_adapter_config
+from gearbox.config.adapter_settings import SavedAdapter, read_adapter_config
 from gearbox.config.loader import is_local
 from gearbox.config.recipe import Data
 from gearbox.data import sources
@@ -24,7 +24,7 @@ from gearbox.errors import UserError, one_line
 from gearbox.model import probes
 from gearbox.model.loading import ARCHITECTURES
 from gearbox.model.pretrained import ADAPTER, Pretrained
-from gearbox.planning.new_recipe import CHATML_MARKS, ModelFacts, Sizes
+from gearbox.planning.new_recipe import CHATML_MARKS, ModelFacts, Sizes, checked_name
 from gearbox.rows.stream import is_prepared
 from gearbox.sharding.unwrap import model_class
 
@@ -51,11 +51,10 @@ def read(model: str, data: Data) -> ModelFacts:
 
     Raise UserError for a model that cannot be trained.
     """
-    model = str(Path(model).expanduser()) if model.startswith("~") else model
-    check_name(model)
-    adapter = method = None
+    adapter, saved = None, None
     if (Path(model) / ADAPTER).is_file():
-        adapter, (model, method) = model, _base_of(Path(model))
+        adapter, saved = model, _saved_adapter(Path(model))
+        model = checked_name(saved.base_model_name_or_path or "")
     origin = Pretrained(model, key="MODEL", switch="model.trust_remote_code: true in the recipe")
     found = _read_config(origin)
     sizes = _estimated(found.raw, origin) if found.config is None else _counted(found.config, origin)
@@ -66,37 +65,22 @@ def read(model: str, data: Data) -> ModelFacts:
         positions=_positions(found.config, found.raw),
         template="unread",
         adapter=adapter,
-        adapter_method=method,
+        adapter_method=None if saved is None else "dora" if saved.use_dora else "lora",
+        adapter_rank=None if saved is None else saved.r,
         has_weights=origin.folder is None or any(path.suffix in WEIGHTS for path in origin.folder.iterdir()),
         note=found.note,
     )
-    return facts if found.note else _with_template(facts, origin.tokenizer(), data)
+    if found.config is None or found.note:
+        return facts
+    tokenizer, rows = origin.tokenizer(), found.config.get_text_config(decoder=True).vocab_size
+    if len(tokenizer) > rows:
+        note = f"The tokenizer has {len(tokenizer):,} tokens, but the model only {rows:,}: the rest cannot be trained."
+        facts = replace(facts, note=note)
+    return _with_template(facts, tokenizer, data)
 
 
-def check_name(model: str) -> None:
-    """Raise UserError for a name that no model can have, and for a file."""
-    try:
-        model.encode()
-        is_file = Path(model).is_file()
-    except (OSError, ValueError) as error:
-        raise UserError(f"MODEL: {model[:60]!r} is not a path ({one_line(error)}); give a folder or a Hub id") from None
-    if not model.strip():
-        raise UserError("MODEL: is empty; give a folder with config.json, or a Hub id such as org/model")
-    if is_file:
-        advice = "convert it to safetensors, as src/fetch_smollm2.py does" if model.endswith(".gguf") else ""
-        raise UserError(f"MODEL: {model!r} is a file; {advice or 'give its folder, which has config.json'}")
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file() and not (folder / ADAPTER).is_file():
-        advice = "give the folder of a model that transformers saved"
-        if any(folder.glob("*.gguf")):
-            advice = "convert its GGUF file to safetensors, as src/fetch_smollm2.py does"
-        raise UserError(f"MODEL: the folder {model!r} has no config.json; {advice}")
-    if not folder.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise UserError(f"MODEL: no such folder {model!r}; give a folder, or a Hub id such as org/model")
-
-
-def _base_of(folder: Path) -> tuple[str, str]:
-    """Return the base model of a saved adapter, and its method."""
+def _saved_adapter(folder: Path) -> SavedAdapter:
+    """Return the settings of a saved adapter. Raise UserError unless they name its base model."""
     try:
         settings = read_adapter_config(folder)
     except ValueError as error:
@@ -105,8 +89,7 @@ def _base_of(folder: Path) -> tuple[str, str]:
         raise UserError(
             f"MODEL: {folder / ADAPTER}: base_model_name_or_path: is empty; write the adapter's base model there"
         )
-    check_name(settings.base_model_name_or_path)
-    return settings.base_model_name_or_path, "dora" if settings.use_dora else "lora"
+    return settings
 
 
 def _read_config(origin: Pretrained) -> Found:
@@ -131,7 +114,7 @@ def _read_config(origin: Pretrained) -> Found:
     except UserError:
         if not raw.get("auto_map"):
             raise
-        note = f"{_code_of(raw)} comes with the model. Read it, then add trust_remote_code: true to model."
+        note = f"The model comes with {_code_of(raw)}. Read that, then add trust_remote_code: true to model."
         return Found(raw, None, f"{note} The chat template was not read, and the sizes are estimates.")
     if model_class(config) is None:
         raise UserError(f"MODEL: {origin.name!r} ({config.model_type}) is not a causal language model")

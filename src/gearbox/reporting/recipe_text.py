@@ -55,8 +55,7 @@ def scalar(value: object) -> str:
 
 def head_of(facts: ModelFacts, choice: Choice, like: str, note: str) -> Iterator[str]:
     """Yield the comments at the head of a recipe: what it trains where, its memory, its template, and notes."""
-    size = f"{facts.sizes.weights / 1e9:.3g}B" if facts.sizes.weights >= 1e7 else f"{facts.sizes.weights:,}"
-    what = f"{TITLES[choice.method]} of {shown(facts.name)} ({size} weights) on {choice.gpus}, under the gear"
+    what = f"{TITLES[choice.method]} of {shown(facts.name)} ({facts.sizes}) on {choice.gpus}, under the gear"
     yield from _wrapped(f"{what} {choice.gear}. Made by src/new_recipe.py like {like}.")
     yield ""
     yield from memory_lines(choice)
@@ -92,4 +91,4 @@ def _brief(value: object) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, MAX_COLUMNS - len("# "), break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(printable(text), MAX_COLUMNS - len("# "), break_long_words=False, break_on_hyphens=False)
