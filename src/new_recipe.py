@@ -39,8 +39,10 @@ from gearbox.doctor import nvidia_smi
 from gearbox.errors import UserError, one_line
 from gearbox.launch import cli
 from gearbox.planning import new_recipe
-from gearbox.planning.new_recipe import METHODS, TITLES, Choice, Gpus
-from gearbox.reporting import recipe_text
+from gearbox.planning.gpus import Gpu
+from gearbox.planning.new_recipe import TITLES, Choice
+from gearbox.planning.strategy import METHODS, Machines
+from gearbox.reporting import recipe_draft, recipe_text
 
 DEFAULT_GPUS = "1x24GB"
 OUTPUT = Path("recipes/mine.yaml")
@@ -67,14 +69,16 @@ def main(arguments: list[str]) -> None:
     methods = new_recipe.methods_from(like.method) if named else METHODS
     choice = new_recipe.choose(facts, like, gpus, options.method, methods)
     like_path = named or new_recipe.nearest_recipe(choice.method, choice.gear)
-    draft = new_recipe.compose(facts, choice, load_like(like_path), options.data, named is not None)
+    draft = recipe_draft.compose(facts, choice, load_like(like_path), options.data, named is not None)
     if options.data is not None and named is None:
-        new_recipe.set_rows(draft, num_rows(draft), gpus)
+        recipe_draft.set_rows(draft, num_rows(draft), gpus)
     head = recipe_text.head_of(facts, choice, like_path.name, note)
     write(options.output, recipe_text.render(draft.content, head, options.output), options.force)
 
     screen = make_console(speaks=True)
-    screen.print(f"{options.output}: {TITLES[choice.method]} on {gpus}, under the gear {choice.gear}")
+    screen.print(
+        f"{options.output}: {TITLES[choice.method]} on {new_recipe.described(gpus)}, under the gear {choice.gear}"
+    )
     screen.print(f"what differs from {_from_here(like_path)}, and why:")
     for line in recipe_text.change_lines(draft.changes.values()):
         screen.print(line)
@@ -109,10 +113,10 @@ def check_output(path: Path, is_forced: bool) -> None:
         raise UserError(f"--output: {path} exists; add --force to replace it, or give another file")
 
 
-def find_gpus(given: str | None) -> tuple[Gpus, str]:
+def find_gpus(given: str | None) -> tuple[Machines, str]:
     """Return the GPUs to plan for, and a comment if nobody named them."""
     if given is not None:
-        return Gpus.parse(given), ""
+        return new_recipe.parse_gpus(given), ""
     if count := processes.num_visible_gpus():
         try:
             memory = min(int(gpu["memory.total"]) for gpu in nvidia_smi.query_gpus(["memory.total"]))
@@ -120,8 +124,11 @@ def find_gpus(given: str | None) -> tuple[Gpus, str]:
             raise UserError(
                 f"--gpus: nvidia-smi does not tell this machine's GPUs ({one_line(error)}); give it"
             ) from None
-        return Gpus(count, f"{round(memory / 1024)} GB", memory * 2**20), "Planned for the GPUs of this machine."
-    return Gpus.parse(DEFAULT_GPUS), f"Planned for {DEFAULT_GPUS}, as this machine has no GPU and --gpus was not given."
+        machines = Machines(Gpu(f"{round(memory / 1024)}GB", memory * 2**20), count)
+        return machines, "Planned for the GPUs of this machine."
+    return new_recipe.parse_gpus(
+        DEFAULT_GPUS
+    ), f"Planned for {DEFAULT_GPUS}, as this machine has no GPU and --gpus was not given."
 
 
 def load_like(path: Path, overrides: list[str] | None = None) -> Recipe:
@@ -130,7 +137,7 @@ def load_like(path: Path, overrides: list[str] | None = None) -> Recipe:
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"rehearse": False})})
 
 
-def num_rows(draft: new_recipe.Draft) -> int | None:
+def num_rows(draft: recipe_draft.Draft) -> int | None:
     """Return the number of rows of the data; None if they cannot be read yet, which the preview explains."""
     from gearbox.data.corpus import Builder
     from gearbox.model import loading
@@ -164,7 +171,7 @@ def check(path: Path, choice: Choice) -> None:
 
     recipe = load_recipe(path)
     file = gear_path(choice.gear)
-    flags = {} if choice.gear == "single" else {"num_processes": str(choice.gpus.count)}
+    flags = {} if choice.gear == "single" else {"num_processes": str(choice.gpus.total)}
     Job.of(path, recipe, load_gear(file, flags))
     origin = Pretrained.of(recipe.model)
     if origin.folder is not None and recipe.model.init == "pretrained":
@@ -174,7 +181,7 @@ def check(path: Path, choice: Choice) -> None:
 def commands(path: Path, choice: Choice) -> list[str]:
     """Return the commands that rehearse, train and prove the recipe."""
     file = gear_path(choice.gear)
-    ranks = [] if load_gear(file).num_processes == choice.gpus.count else [f"--num_processes {choice.gpus.count}"]
+    ranks = [] if load_gear(file).num_processes == choice.gpus.total else [f"--num_processes {choice.gpus.total}"]
     recipe = shlex.quote(str(path))
     train = " ".join([f"accelerate launch --config_file {_from_here(file)}", *ranks, f"src/train.py {recipe}"])
     return [

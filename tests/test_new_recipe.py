@@ -17,6 +17,7 @@ from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from gearbox.model import random_init
+from gearbox.planning.new_recipe import described
 from support.composites import write_composite
 from support.ranks import run_ranks, skip_loading_back
 
@@ -144,7 +145,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path, chats, monkeypatch):
 @pytest.mark.parametrize("output", ["mine.txt", "a=b.yaml", "nowhere/mine.yaml", "folder.yaml"])
 def test_an_output_that_no_run_could_read_is_refused(output, tmp_path):
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(UserError, match="^--output: "):
+    with pytest.raises(UserError, match=r"^--output: "):
         new_recipe.main(["recipes/tiny", "--output", str(tmp_path / output), "--force"])
 
 
@@ -202,7 +203,7 @@ def test_a_model_that_cannot_be_trained_is_refused(name, problem, write, tmp_pat
         ("recipes/tiny/config.json", "is a file; give its folder"),
         (
             "nobody/knows-this",
-            "give the model's folder, or save its config.json as recipes/architectures/nobody--knows",
+            "give the model's folder, or save its config.json as recipes/architectures/nobody",
         ),
     ],
 )
@@ -271,7 +272,7 @@ def test_a_saved_adapter_is_continued(write, runs, tmp_path):
     assert (recipe.model.name, recipe.adapter.path) == (str(tmp_path / "model"), str(tmp_path / "adapter"))
     assert (recipe.adapter.r, recipe.method) == (4, "lora") and "Adapter of rank 4" in path.read_text()
     assert len(runs(path, "single", 1).losses) == 2
-    with pytest.raises(UserError, match="--method: is full, but .* is an adapter of lora"):
+    with pytest.raises(UserError, match=r"--method: is full, but .* is an adapter of lora"):
         write(tmp_path / "adapter", "--method", "full")
     edit(tmp_path / "adapter/adapter_config.json", base_model_name_or_path=None)
     with pytest.raises(UserError, match="base_model_name_or_path: is empty"):
@@ -295,12 +296,12 @@ def test_the_gpus_of_this_machine_are_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     gpus, note = new_recipe.find_gpus(None)
-    assert (str(gpus), gpus.memory) == ("two 80 GB GPUs", 81559 * 2**20) and "of this machine" in note
+    assert (described(gpus), gpus.gpu.memory) == ("two 80 GB GPUs", 81559 * 2**20) and "of this machine" in note
     program.write_text("#!/bin/sh\nexit 9\n")
-    with pytest.raises(UserError, match="^--gpus: nvidia-smi does not show the GPUs of this machine"):
+    with pytest.raises(UserError, match=r"^--gpus: nvidia-smi does not show the GPUs of this machine"):
         new_recipe.find_gpus(None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert str(new_recipe.find_gpus(None)[0]) == "one 24 GB GPU"
+    assert described(new_recipe.find_gpus(None)[0]) == "one 24 GB GPU"
 
 
 @pytest.mark.cold

@@ -12,8 +12,11 @@ from gearbox import ROOT
 from gearbox.config.loader import DatesAsText, load_recipe
 from gearbox.errors import UserError
 from gearbox.planning import new_recipe
-from gearbox.planning.new_recipe import Gpus, ModelFacts, Sizes
-from gearbox.reporting import recipe_text
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.gpus import Gpu
+from gearbox.planning.new_recipe import ModelFacts, Sizes, parse_gpus
+from gearbox.planning.strategy import METHODS, Machines
+from gearbox.reporting import recipe_draft, recipe_text
 
 LIKE = load_recipe(ROOT / "recipes/fsdp_2gpu.yaml")
 QWEN = Sizes(7_615_616_512, 6_525_288_448, 0, 2_523_136)
@@ -30,14 +33,14 @@ def facts_of(sizes: Sizes = QWEN, **more) -> ModelFacts:
     ("text", "count", "memory"), [("2x80GB", 2, 80), ("1x24GB", 1, 24), ("2 x 80 GB", 2, 80), ("4XA100-40gb", 4, 40)]
 )
 def test_gpus_are_a_count_and_a_kind(text, count, memory):
-    gpus = Gpus.parse(text)
-    assert (gpus.count, gpus.memory // 2**30) == (count, memory)
+    gpus = parse_gpus(text)
+    assert (gpus.total, gpus.gpu.memory // 2**30) == (count, memory)
 
 
 @pytest.mark.parametrize("text", ["", "0x80GB", "3x", "80GB", "-1x24GB", "2x0GB", "99999x80GB", "1x24GB;ls", "2x", "x"])
 def test_other_texts_are_no_gpus(text):
-    with pytest.raises(UserError, match=r"^--gpus: is .*; write a count and a kind"):
-        Gpus.parse(text)
+    with pytest.raises(UserError, match=r"^--gpus: .*(; write a count and a kind|; give )"):
+        parse_gpus(text)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +56,44 @@ def test_other_texts_are_no_gpus(text):
     ],
 )
 def test_the_first_method_that_fits_is_chosen(sizes, gpus, method, expected):
-    choice = new_recipe.choose(facts_of(sizes), LIKE, Gpus.parse(gpus), method, new_recipe.METHODS)
+    choice = new_recipe.choose(facts_of(sizes), LIKE, parse_gpus(gpus), method, METHODS)
     assert (choice.method, choice.gear) == expected
-    assert sum(size for size, _ in choice.memory) <= choice.gpus.memory / 2
+    assert sum(size for size, _ in choice.memory) <= choice.gpus.gpu.memory / 2
     assert new_recipe.nearest_recipe(*expected).is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "method", "expected"),
+    [
+        ("Qwen--Qwen2.5-7B-Instruct", "1x24GB", None, ("lora", "single", 2048, "full")),
+        ("Qwen--Qwen2.5-7B-Instruct", "1x24GB", "full", None),
+        ("Qwen--Qwen2.5-7B-Instruct", "2x80GB", None, ("full", "fsdp", 2048, "none")),
+        ("meta-llama--Llama-3.3-70B-Instruct", "2x80GB", None, ("qlora", "ddp", 2048, "none")),
+        ("meta-llama--Llama-3.3-70B-Instruct", "16xH100", None, ("lora", "fsdp", 2048, "none")),
+        ("Qwen--Qwen2.5-32B-Instruct", "1x24GB", None, ("qlora", "single", 1024, "full")),
+        ("mistralai--Mixtral-8x7B-Instruct-v0.1", "8xH100", None, ("lora", "fsdp", 2048, "none")),
+    ],
+)
+def test_the_plan_decides_where_the_family_has_a_closed_form(model, gpus, method, expected):
+    config = json.loads((ROOT / f"recipes/architectures/{model}.json").read_text())
+    shape, machines = Architecture.of(config), parse_gpus(gpus)
+    in_experts = shape.num_weights if shape.experts else 0
+    facts = facts_of(Sizes(shape.num_weights, shape.num_weights, in_experts, 10**6), config=config)
+    if expected is None:
+        with pytest.raises(UserError, match=r"even with short rows; give more or larger GPUs than one 24 GB GPU$"):
+            new_recipe.choose(facts, LIKE, machines, method, METHODS)
+        return
+    choice = new_recipe.choose(facts, LIKE, machines, method, METHODS)
+    assert (choice.method, choice.gear, choice.row_tokens, choice.checkpointing) == expected
+    assert sum(size for size, _ in choice.memory) <= 0.9 * machines.gpu.memory
+    assert "closed form" not in choice.note
+
+
+def test_a_config_whose_closed_form_counts_other_weights_is_not_planned_by_it():
+    config = json.loads((ROOT / "recipes/architectures/Qwen--Qwen2.5-7B-Instruct.json").read_text())
+    facts = facts_of(Sizes(9 * 10**9, 1, 0, 1), config=config)
+    choice = new_recipe.choose(facts, LIKE, parse_gpus("8x80GB"), None, METHODS)
+    assert "closed form" in choice.note
 
 
 @pytest.mark.parametrize(
@@ -71,7 +108,7 @@ def test_the_first_method_that_fits_is_chosen(sizes, gpus, method, expected):
 )
 def test_what_does_not_fit_is_refused(facts, gpus, method, problem):
     with pytest.raises(UserError, match=problem):
-        new_recipe.choose(facts, LIKE, Gpus.parse(gpus), method, new_recipe.METHODS)
+        new_recipe.choose(facts, LIKE, parse_gpus(gpus), method, METHODS)
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
@@ -80,8 +117,8 @@ def test_what_does_not_fit_is_refused(facts, gpus, method, problem):
 def test_every_difference_has_its_reason(like, method, data):
     recipe = load_recipe(like, ["run.rehearse=true"])
     facts = facts_of()
-    choice = new_recipe.choose(facts, recipe, Gpus.parse("8x80GB"), method, ())
-    draft = new_recipe.compose(facts, choice, recipe, data, is_named=True)
+    choice = new_recipe.choose(facts, recipe, parse_gpus("8x80GB"), method, ())
+    draft = recipe_draft.compose(facts, choice, recipe, data, is_named=True)
     written = yaml.load(recipe_text.render(draft.content, ["head"], ROOT / "recipes/mine.yaml"), DatesAsText)
     made = type(recipe).model_validate(written)
     changed = {
@@ -94,7 +131,7 @@ def test_every_difference_has_its_reason(like, method, data):
     assert made.schedule == recipe.schedule and made.train == recipe.train and made.method == method
     for group, keys in written.items():
         for key, value in keys.items():
-            assert value != new_recipe._default_of(f"{group}.{key}"), f"{group}.{key} has its default"
+            assert value != recipe_draft._default_of(f"{group}.{key}"), f"{group}.{key} has its default"
 
 
 def test_keys_of_the_other_model_are_left_out():
@@ -102,12 +139,12 @@ def test_keys_of_the_other_model_are_left_out():
         ROOT / "recipes/ddp_4gpu.yaml",
         [
             "model.revision=main", "model.trust_remote_code=true", "model.router_loss=0.1", "adapter.targets=[q_proj]",
-            "perf.ddp_compression=bf16", "run.name=other", f"data.chat_template={new_recipe.CHATML}",
+            "perf.ddp_compression=bf16", "run.name=other", f"data.chat_template={recipe_draft.CHATML}",
         ],
     )  # fmt: skip
     facts = facts_of()
-    choice = new_recipe.choose(facts, recipe, Gpus.parse("1x80GB"), "lora", ())
-    content = new_recipe.compose(facts, choice, recipe, None, is_named=True).content
+    choice = new_recipe.choose(facts, recipe, parse_gpus("1x80GB"), "lora", ())
+    content = recipe_draft.compose(facts, choice, recipe, None, is_named=True).content
     assert (content["model"], content["adapter"]) == ({"name": "org/model"}, {"method": "lora"})
     assert content["perf"] == {"checkpointing": "full"} and not content.get("run")
     assert content["data"] == {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft[:20000]"}
@@ -117,8 +154,8 @@ def test_keys_of_the_other_model_are_left_out():
     ("num_rows", "gpus", "rows"), [(2, 1, 1), (2, 4, 4), (100, 2, 8), (10_000, 8, 64), (None, 2, 64)]
 )
 def test_few_data_get_small_steps(num_rows, gpus, rows):
-    draft = new_recipe.Draft({"batch": {"rows": 64, "row_tokens": 2048}})
-    new_recipe.set_rows(draft, num_rows, Gpus(gpus, "", 0))
+    draft = recipe_draft.Draft({"batch": {"rows": 64, "row_tokens": 2048}})
+    recipe_draft.set_rows(draft, num_rows, Machines(Gpu("", 0), gpus))
     assert draft.content["batch"]["rows"] == rows
 
 

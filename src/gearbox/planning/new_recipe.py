@@ -1,57 +1,66 @@
-"""Choose the keys of a recipe for a new model: what differs from the recipe that it is made like, and why."""
+"""Choose method, gear, row length and micro-batch of a recipe for a new model, by the plan."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from gearbox import ROOT
-from gearbox.config.loader import RawMapping
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
+from gearbox.planning import strategy
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.gpus import Gpu, gpu_named
+from gearbox.planning.layer_memory import NF4
+from gearbox.planning.memory import predict
+from gearbox.planning.strategy import METHODS, Machines, Option
 
-CHATML = "recipes/chat_templates/chatml_tools.jinja"
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
-OF_THE_MODEL = ("revision", "trust_remote_code", "init", "attention", "router_loss")
-OF_THE_DATA = ("split", "form", "fields", "roles", "text_unit")
-OF_THE_ADAPTER = ("r", "alpha", "rslora", "dropout", "targets")
 TITLES = {"full": "Full fine-tuning", "lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA", "qdora": "QDoRA"}
-METHODS = ("full", "lora", "qlora")  # in the order in which they are tried
-OWN_EPOCHS = 3  # over data that the user gives, whose number of rows is not known yet
-EPOCH_STEPS = 8  # at least, in an epoch over such data
-RATES = ((3e9, 1e-5), (5e8, 2e-5), (0, 1e-4))  # peak learning rates of full training, by the number of weights
-ADAPTER_RATE = 2e-4
-NF4 = 4.127 / 8  # bytes of a weight with double quantization
+GEARS = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp_offload", "zero3_offload")
+"""Gears that run any family; others need a family whose matrices or layers they can divide."""
+TERMS = {
+    "weights": "Weights.",
+    "gradients": "Gradients.",
+    "optimizer": "Optimizer state.",
+    "head": "Output head: a chunk of logits, and gradients.",
+    "gathered": "Layers gathered from other GPUs.",
+    "allowance": "CUDA, NCCL, and what the allocator cannot use.",
+}
+SHORTEST = 512  # tokens of a row
+MOST_MICRO_ROWS = 8  # more rows in a pass are hardly faster
+COUNT_TOLERANCE = 0.01  # between the closed form's number of weights and that of the model that transformers builds
 STATE_SHARE = 0.5  # of a GPU's memory for weights and optimizer, if the family has no closed form
 COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 FROM_GGUF = "convert GGUF to safetensors, as src/fetch_smollm2.py does"
 GPUS = re.compile(r"(\d{1,4})x(\S+)", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs to train on."""
+def parse_gpus(text: str) -> Machines:
+    """Return the GPUs that a text such as 2x80GB or 8xH100 names. Raise UserError for any other text."""
+    found = GPUS.fullmatch("".join(text.split()))
+    if found is None or int(found[1]) == 0:
+        raise UserError(f"--gpus: is {text[:40]!r}; write a count and a kind, such as 2x80GB or 8xH100")
+    try:
+        return machines_of(int(found[1]), gpu_named(found[2]))
+    except UserError as error:
+        raise UserError(f"--gpus: {str(error).removeprefix('--gpu: ')}") from None
 
-    count: int
-    name: str
-    memory: int
-    """Bytes of each."""
 
-    @classmethod
-    def parse(cls, text: str) -> Gpus:
-        """Return the GPUs that a text such as 2x80GB names. Raise UserError for any other text."""
-        found = GPUS.fullmatch("".join(text.split()))
-        size = re.fullmatch(r"(?:.*-)?(\d{1,4})GB", found[2], re.IGNORECASE) if found else None
-        if found is None or size is None or int(found[1]) == 0 or int(size[1]) == 0:
-            raise UserError(f"--gpus: is {text[:40]!r}; write a count and a kind, such as 2x80GB or 8xH100")
-        return cls(int(found[1]), f"{size[1]} GB", int(size[1]) * 2**30)
+def machines_of(count: int, gpu: Gpu) -> Machines:
+    """Return GPUs as machines: more than eight are on machines of eight, if that divides them."""
+    return Machines(gpu, 8, count // 8) if count > 8 and count % 8 == 0 else Machines(gpu, count)
 
-    def __str__(self) -> str:
-        count = COUNTS[self.count] if self.count < len(COUNTS) else str(self.count)
-        return f"{count} {self.name} GPU{'s' if self.count > 1 else ''}"
+
+def described(machines: Machines) -> str:
+    """Return the GPUs in words, such as two 80 GB GPUs."""
+    total = machines.total
+    count = COUNTS[total] if total < len(COUNTS) else str(total)
+    name = re.sub(r"^(\d+)GB$", r"\1 GB", machines.gpu.name, flags=re.IGNORECASE)
+    return f"{count} {name} GPU{'s' if total > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class Choice:
 
     method: str
     gear: str
-    gpus: Gpus
+    gpus: Machines
     micro_rows: int
     row_tokens: int
     checkpointing: str
@@ -118,15 +127,6 @@ class Choice:
     """Bytes of each GPU, and what they are for."""
     note: str = ""
     """A comment for the head of the recipe."""
-
-
-class Change(NamedTuple):
-    """A key whose value differs from the one in the recipe that the new one was made like."""
-
-    key: str
-    before: object
-    after: object
-    reason: str
 
 
 def checked_name(model: str) -> str:
@@ -155,7 +155,7 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"([\w.-]{1,96}/)?[\w.-]{1,96}", name, re.ASCII) is not None
 
 
-def choose(facts: ModelFacts, like: Recipe, gpus: Gpus, method: str | None, methods: tuple[str, ...]) -> Choice:
+def choose(facts: ModelFacts, like: Recipe, gpus: Machines, method: str | None, methods: tuple[str, ...]) -> Choice:
     """Return the first method that fits on the GPUs, and the gear for it. Raise UserError if none fits.
 
     `method` is the one that the user asks for. Without it, `methods` are tried in order.
@@ -176,7 +176,14 @@ def choose(facts: ModelFacts, like: Recipe, gpus: Gpus, method: str | None, meth
         raise UserError(
             f"--method: {method} cannot add the tokens of a chat template, and {facts.name!r} has none; use lora"
         )
-    return _cautious(facts, like, gpus, methods, "--method" if method else "")
+    try:
+        shape = Architecture.of(facts.config)
+    except UserError:
+        shape = None
+    why = "--method" if method else ""
+    if shape is None or abs(shape.num_weights / facts.sizes.weights - 1) > COUNT_TOLERANCE:
+        return _cautious(facts, like, gpus, methods, why)
+    return _planned(facts, shape, like, gpus, methods, why)
 
 
 def methods_from(method: str) -> tuple[str, ...]:
@@ -184,15 +191,88 @@ def methods_from(method: str) -> tuple[str, ...]:
     return (method, *METHODS[METHODS.index(method) + 1 :]) if method in METHODS else (method,)
 
 
-def _cautious(facts: ModelFacts, like: Recipe, gpus: Gpus, methods: tuple[str, ...], why: str) -> Choice:
+def _planned(
+    facts: ModelFacts, shape: Architecture, like: Recipe, gpus: Machines, methods: tuple[str, ...], why: str
+) -> Choice:
+    """Return the first choice that fits with room to spare: by row length, by method, without recomputing if possible.
+
+    Gears that keep the optimizer in host memory are slow, and taken only for a method that the user asks for.
+    """
+    row_tokens, is_given = _row_tokens(facts, like), bool(why)
+    needed: dict[str, int] = {}
+    while row_tokens >= min(SHORTEST, like.batch.row_tokens, facts.positions or SHORTEST):
+        for method in methods:
+            for checkpointing in ("none", "full"):
+                recipe = _candidate(facts, like, method, row_tokens, checkpointing)
+                found, _ = strategy.options(shape, recipe, Path("recipe"), gpus)
+                found = [one for one in found if one.gear.name in GEARS and (is_given or not one.gear.offload)]
+                if found and found[0].prediction.peak_bytes <= strategy.ROOMY * gpus.gpu.memory:
+                    first = next(
+                        (f"{TITLES[one]} needs {_gb(size)} on each GPU" for one, size in needed.items()), "fits"
+                    )
+                    return _choice(found[0], shape, gpus, why or first)
+                if found:
+                    needed[method] = min(one.prediction.peak_bytes for one in found)
+        row_tokens //= 2
+    least = min(needed, key=lambda method: needed[method], default=methods[-1])
+    raise UserError(
+        f"--gpus: {TITLES[least]} of {facts.name!r} needs {_gb(needed.get(least, 0))} on each GPU, even with short "
+        f"rows; give more or larger GPUs than {described(gpus)}"
+    )
+
+
+def _row_tokens(facts: ModelFacts, like: Recipe) -> int:
+    return min(like.batch.row_tokens, facts.positions or like.batch.row_tokens)
+
+
+def _candidate(facts: ModelFacts, like: Recipe, method: str, row_tokens: int, checkpointing: str) -> Recipe:
+    """Return a recipe as the planner needs it."""
+    recipe = strategy.with_method(like, method)
+    recipe = strategy.with_values(recipe, "model", add_tokens=list(facts.added))
+    recipe = strategy.with_values(recipe, "perf", checkpointing=checkpointing)
+    if facts.adapter_rank is not None:
+        recipe = strategy.with_values(recipe, "adapter", r=facts.adapter_rank)
+    return strategy.with_values(recipe, "batch", row_tokens=row_tokens, micro_rows=1)
+
+
+def _choice(option: Option, shape: Architecture, gpus: Machines, why: str) -> Choice:
+    """Return the choice of a gear, with the largest power of two of rows in a pass that leaves room."""
+    most = min(MOST_MICRO_ROWS, option.largest_micro_rows(shape))
+    job, found = option.job, option.prediction
+    rows = 2
+    while rows <= most:
+        larger = strategy.with_micro_rows(option.job, rows)
+        prediction = predict(shape, larger)
+        if prediction.peak_bytes > strategy.ROOMY * gpus.gpu.memory:
+            break
+        job, found, rows = larger, prediction, 2 * rows
+    recipe = job.recipe
+    texts = TERMS | {"activations": f"Activations of {recipe.batch.micro_rows} x {recipe.batch.row_tokens:,} tokens."}
+    if option.method != "full":
+        texts["weights"] = "Weights: the frozen ones" + (", with layers in NF4" * option.method.startswith("q"))
+        texts["weights"] += ", and those of the adapter."
+    return Choice(
+        method=option.method,
+        gear=option.gear.name,
+        gpus=gpus,
+        micro_rows=recipe.batch.micro_rows,
+        row_tokens=recipe.batch.row_tokens,
+        checkpointing=recipe.perf.checkpointing,
+        why=why,
+        memory=tuple((size, texts[term]) for term, size in found.terms.items()),
+        note=f"The peak is reached in {found.moment}.",
+    )
+
+
+def _cautious(facts: ModelFacts, like: Recipe, gpus: Machines, methods: tuple[str, ...], why: str) -> Choice:
     """Return a choice whose weights and optimizer take at most half of a GPU, for a family without a closed form."""
-    row_tokens = min(like.batch.row_tokens, facts.positions or like.batch.row_tokens)
-    limit = gpus.memory * STATE_SHARE
+    row_tokens = _row_tokens(facts, like)
+    limit = gpus.gpu.memory * STATE_SHARE
     least = 0
     for method in methods:
         terms = _states(facts, method, like)
         total = sum(terms.values())
-        for gear, parts in (("single", 1),) if gpus.count == 1 else (("ddp", 1), ("fsdp", gpus.count)):
+        for gear, parts in (("single", 1),) if gpus.total == 1 else (("ddp", 1), ("fsdp", gpus.total)):
             if total <= limit * parts:
                 memory = tuple((round(size / parts), text) for text, size in terms.items())
                 note = (
@@ -200,11 +280,11 @@ def _cautious(facts: ModelFacts, like: Recipe, gpus: Gpus, methods: tuple[str, .
                     "one row in a pass."
                 )
                 return Choice(method, gear, gpus, 1, row_tokens, "full", why or "fits", memory, note)
-        least = round(total / gpus.count)
+        least = round(total / gpus.total)
         why = why or f"{TITLES[method]} needs {_gb(least)} for weights and optimizer alone, on each GPU"
     raise UserError(
         f"--gpus: {TITLES[methods[-1]]} of {facts.name!r} needs {_gb(least)} for weights and optimizer on each GPU, "
-        f"and {gpus} would have too little left for activations; give more or larger GPUs"
+        f"with too little left for activations; give more or larger GPUs than {described(gpus)}"
     )
 
 
@@ -240,130 +320,3 @@ def nearest_recipe(method: str, gear: str) -> Path:
     else:
         name = "zero3_2gpu" if gear.startswith("zero") else "fsdp_2gpu"
     return ROOT / "recipes" / f"{name}.yaml"
-
-
-@dataclass
-class Draft:
-    """The content of a recipe while it is changed, without the keys that have their default."""
-
-    content: RawMapping
-    changes: dict[str, Change] = field(default_factory=dict)
-
-    def get(self, key: str) -> object:
-        """Return the value of a key, or its default."""
-        group, name = key.split(".")
-        value: object = self.content.get(group, {}).get(name, _default_of(key))
-        return value
-
-    def set(self, key: str, value: object, reason: str) -> None:
-        """Give a key a value, for a reason. None or the default removes the key."""
-        group, name = key.split(".")
-        before, keys = self.get(key), dict(self.content.get(group, {}))
-        if value is None or value == _default_of(key):
-            keys.pop(name, None)
-        else:
-            keys[name] = value
-        self.content[group] = keys
-        if before != (after := self.get(key)):
-            self.changes[key] = Change(key, before, after, reason)
-
-    def reset(self, group: str, names: tuple[str, ...], reason: str) -> None:
-        """Give keys of a group their defaults."""
-        for name in names:
-            self.set(f"{group}.{name}", None, reason)
-
-
-def _default_of(key: str) -> object:
-    """Return the default of a key, or None if it is required."""
-    group, name = key.split(".")
-    annotation: Any = Recipe.model_fields[group].annotation
-    known = annotation.model_fields[name]
-    return None if known.is_required() else known.get_default()
-
-
-def compose(facts: ModelFacts, choice: Choice, like: Recipe, data: str | None, is_named: bool) -> Draft:
-    """Return a recipe for the model, made like another one. `is_named` is True if the user named that one."""
-    draft = Draft(like.model_dump(mode="json", exclude_defaults=True))
-    draft.set("model.name", facts.name, "the base of the adapter" if facts.adapter else "the model given")
-    draft.reset("model", OF_THE_MODEL, "set for the other model")
-    if not facts.has_weights:
-        draft.set("model.init", "random", "the folder has no weights")
-    draft.set("model.quantize", "nf4" if choice.method.startswith("q") else None, choice.why)
-    _set_adapter(draft, facts, choice)
-    _set_data(draft, facts, data, is_named)
-    is_shorter = choice.row_tokens == facts.positions
-    draft.set("batch.row_tokens", choice.row_tokens, "the positions of the model" if is_shorter else "memory")
-    draft.set("batch.micro_rows", choice.micro_rows, "memory")
-    draft.set("perf.checkpointing", choice.checkpointing, "memory")
-    is_full = choice.method == "full"
-    if not is_named or (like.method == "full") != is_full:
-        trained = str(facts.sizes) if is_full else "an adapter"
-        draft.set("optim.lr", rate_of(choice.method, facts.sizes.weights), f"usual for {trained}")
-    for key, applies, reason in (
-        ("perf.float8", is_full, "multiplies trained weights, which an adapter freezes"),
-        ("perf.ddp_compression", choice.gear == "ddp", "only DDP sends whole gradients"),
-        ("perf.prefetch", choice.gear.startswith("fsdp"), "only FSDP2 gathers layers ahead"),
-    ):
-        if not applies:
-            draft.set(key, None, reason)
-    draft.reset("run", ("name", "resume"), "set for the other run")
-    return draft
-
-
-def set_rows(draft: Draft, num_rows: int | None, gpus: Gpus) -> None:
-    """Give a step fewer rows, if the data have too few for EPOCH_STEPS steps in an epoch."""
-    rows = draft.get("batch.rows")
-    if num_rows is not None and isinstance(rows, int):
-        fewer = max(gpus.count, 2 ** ((num_rows // EPOCH_STEPS).bit_length() - 1) if num_rows >= EPOCH_STEPS else 1)
-        draft.set("batch.rows", min(rows, fewer), f"the data fill only {num_rows:,}")
-
-
-def _set_adapter(draft: Draft, facts: ModelFacts, choice: Choice) -> None:
-    method = "none" if choice.method == "full" else choice.method.removeprefix("q")
-    if facts.adapter is not None:
-        draft.reset("adapter", ("method", *OF_THE_ADAPTER), "saved with the adapter")
-        draft.set("adapter.path", facts.adapter, "the adapter given")
-        return
-    draft.set("adapter.path", None, "an adapter of the other model")
-    draft.set("adapter.method", method, choice.why)
-    if method == "none":
-        draft.reset("adapter", OF_THE_ADAPTER, "all weights are trained")
-    elif isinstance(draft.get("adapter.targets"), list):
-        draft.set("adapter.targets", None, "names of the other model's layers")
-
-
-def _set_data(draft: Draft, facts: ModelFacts, data: str | None, is_named: bool) -> None:
-    if data is not None:
-        draft.set("data.path", data, "the data given")
-        draft.reset("data", OF_THE_DATA, "set for the other data")
-        draft.set("eval.path", None, "documents of the other data")
-        if not is_named:
-            draft.set("train.steps", None, "depends on the data")
-            draft.set("train.epochs", OWN_EPOCHS, "usual for fine-tuning")
-    template = None
-    if facts.template == "chatml":
-        template = CHATML if Path(CHATML).is_file() else str(ROOT / CHATML)
-    draft.set("data.chat_template", template, "the tokenizer has none" if template else "the tokenizer has its own")
-    draft.set("model.add_tokens", list(facts.added), "marks of turns that the tokenizer lacks")
-
-
-def rate_of(method: str, num_weights: int) -> float:
-    """Return the usual peak learning rate of a method."""
-    return next(rate for bound, rate in RATES if num_weights >= bound) if method == "full" else ADAPTER_RATE
-
-
-def about_weights(facts: ModelFacts) -> str:
-    """Return a comment on weights that are missing."""
-    if facts.has_weights:
-        return ""
-    return "The folder has no weights, so they are random. Copy model.safetensors there, and remove init, to train it."
-
-
-def about_template(facts: ModelFacts) -> str:
-    """Return a comment on the chat template, and on the token at which an answer ends."""
-    if facts.template == "unread":
-        return ""
-    if facts.template == "text":
-        return f"Documents are plain text. {facts.ends} ends each."
-    whose = "the tokenizer's own" if facts.template == "own" else "the one in data, as the tokenizer has none"
-    return f"Chat template: {whose}." + (f" {facts.ends} ends a turn." if facts.ends else "")

@@ -14,7 +14,8 @@ import yaml
 from gearbox import ROOT
 from gearbox.config.loader import DatesAsText, RawMapping
 from gearbox.console import printable
-from gearbox.planning.new_recipe import TITLES, Change, Choice, ModelFacts, about_template, about_weights
+from gearbox.planning.new_recipe import TITLES, Choice, ModelFacts, described
+from gearbox.reporting.recipe_draft import Change, about_template, about_weights
 
 SCHEMA = ROOT / "recipes" / "schema.json"
 GROUPS = ("model", "perf", "adapter", "data", "batch", "optim", "schedule", "train", "eval", "save", "run")
@@ -55,7 +56,7 @@ def scalar(value: object) -> str:
 
 def head_of(facts: ModelFacts, choice: Choice, like: str, note: str) -> Iterator[str]:
     """Yield the comments at the head of a recipe: what it trains where, its memory, its template, and notes."""
-    what = f"{TITLES[choice.method]} of {shown(facts.name)} ({facts.sizes}) on {choice.gpus}, under the gear"
+    what = f"{TITLES[choice.method]} of {shown(facts.name)} ({facts.sizes}) on {described(choice.gpus)}, under the gear"
     yield from _wrapped(f"{what} {choice.gear}. Made by src/new_recipe.py like {like}.")
     yield ""
     yield from memory_lines(choice)
@@ -68,7 +69,7 @@ def memory_lines(choice: Choice) -> Iterator[str]:
     """Yield what takes memory on each GPU, and the sum."""
     unit, name = (GB, "GB") if sum(size for size, _ in choice.memory) >= GB // 10 else (MB, "MB")
     parts = [(round(size / unit, 1), text) for size, text in choice.memory]
-    yield "Memory per GPU:" if choice.gpus.count > 1 else "Memory:"
+    yield "Memory per GPU:" if choice.gpus.total > 1 else "Memory:"
     yield from (f"{size:5.1f} {name}  {text}" for size, text in parts if size)
     yield f"{sum(size for size, _ in parts):5.1f} {name}  in all"
 
