@@ -121,9 +121,8 @@ def find_gpus(given: str | None) -> tuple[Machines, str]:
         try:
             memory = min(int(gpu["memory.total"]) for gpu in nvidia_smi.query_gpus(["memory.total"]))
         except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-            raise UserError(
-                f"--gpus: nvidia-smi does not tell this machine's GPUs ({one_line(error)}); give it"
-            ) from None
+            problem = f"nvidia-smi does not show the GPUs of this machine ({one_line(error, 100)})"
+            raise UserError(f"--gpus: {problem}; give their number and kind") from None
         machines = Machines(Gpu(f"{round(memory / 1024)}GB", memory * 2**20), count)
         return machines, "Planned for the GPUs of this machine."
     return new_recipe.parse_gpus(
@@ -189,7 +188,7 @@ def commands(path: Path, choice: Choice) -> list[str]:
         f"  {train} run.rehearse=true",
         "train:",
         f"  {train}",
-        "prove that every gear trains it alike:",
+        "prove that every gear trains it the same way:",
         f"  make prove RECIPE={recipe}",
     ]
 

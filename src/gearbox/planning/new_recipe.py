@@ -81,7 +81,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a recipe depends on in a model and its tokenizer."""
+    """The facts of a model and its tokenizer that its recipe depends on."""
 
     name: str
     config: Mapping[str, Any]
@@ -113,7 +113,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the plan decides."""
+    """The method, gear and sizes that the plan decides."""
 
     method: str
     gear: str
@@ -281,10 +281,10 @@ def _cautious(facts: ModelFacts, like: Recipe, gpus: Machines, methods: tuple[st
                 )
                 return Choice(method, gear, gpus, 1, row_tokens, "full", why or "fits", memory, note)
         least = round(total / gpus.total)
-        why = why or f"{TITLES[method]} needs {_gb(least)} for weights and optimizer alone, on each GPU"
+        why = why or f"{TITLES[method]} needs {_gb(least)} on each GPU for weights and optimizer"
     raise UserError(
-        f"--gpus: {TITLES[methods[-1]]} of {facts.name!r} needs {_gb(least)} for weights and optimizer on each GPU, "
-        f"with too little left for activations; give more or larger GPUs than {described(gpus)}"
+        f"--gpus: {TITLES[methods[-1]]} of {facts.name!r} needs {_gb(least)} on each GPU for weights and optimizer, "
+        f"and as much for activations; give more or larger GPUs than {described(gpus)}"
     )
 
 

@@ -36,7 +36,7 @@ SAMPLE = Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content
 
 
 class Found(NamedTuple):
-    """What is known of a config.json."""
+    """The content of a config.json, and what transformers makes of it."""
 
     raw: dict[str, Any]
     """Its content."""
@@ -126,8 +126,8 @@ def _read_shipped(origin: Pretrained) -> Found:
     path = ARCHITECTURES / f"{origin.name.replace('/', '--')}.json"
     if not path.is_file():
         raise UserError(
-            f"MODEL: {origin.name!r} is not on this machine and the Hub cannot be reached; give the model's folder, or "
-            f"save its config.json as {path.relative_to(ROOT)} (a gated model needs HF_TOKEN)"
+            f"MODEL: {origin.name!r} is not on this machine and the Hub cannot be reached; give its folder, export "
+            f"HF_TOKEN if it is gated, or save its config.json as {path.relative_to(ROOT)}"
         )
     shipped = Pretrained(str(path), key="MODEL")
     raw, _ = PretrainedConfig.get_config_dict(str(path))

@@ -38,7 +38,7 @@ def render(content: RawMapping, head: Iterable[str], path: Path) -> str:
 
 
 def scalar(value: object) -> str:
-    """Return a value on one line of YAML. YAML 1.1 and 1.2 read it alike, but for a number such as 1e-5."""
+    """Return a value on one line of YAML. YAML 1.1 and 1.2 read the same, except for numbers such as 1e-5."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{scalar(key)}: {scalar(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
