@@ -125,9 +125,8 @@ def find_gpus(given: str | None) -> tuple[Machines, str]:
             raise UserError(f"--gpus: {problem}; give their number and kind") from None
         machines = Machines(Gpu(f"{round(memory / 1024)}GB", memory * 2**20), count)
         return machines, "Planned for the GPUs of this machine."
-    return new_recipe.parse_gpus(
-        DEFAULT_GPUS
-    ), f"Planned for {DEFAULT_GPUS}, as this machine has no GPU and --gpus was not given."
+    note = f"Planned for {DEFAULT_GPUS}, as this machine has no GPU and --gpus was not given."
+    return new_recipe.parse_gpus(DEFAULT_GPUS), note
 
 
 def load_like(path: Path, overrides: list[str] | None = None) -> Recipe:

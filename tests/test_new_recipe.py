@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_trained_is_refused(name, problem, write, tmp_pat
         ("recipes/tiny/config.json", "is a file; give its folder"),
         (
             "nobody/knows-this",
-            "give its folder, export HF_TOKEN if it is gated, or save its config.json as recipes/arch",
+            "give a folder, save config.json as recipes/architectures/nobody--knows-this.json, or export HF_TOKEN",
         ),
     ],
 )

@@ -126,8 +126,8 @@ def _read_shipped(origin: Pretrained) -> Found:
     path = ARCHITECTURES / f"{origin.name.replace('/', '--')}.json"
     if not path.is_file():
         raise UserError(
-            f"MODEL: {origin.name!r} is not on this machine and the Hub cannot be reached; give its folder, export "
-            f"HF_TOKEN if it is gated, or save its config.json as {path.relative_to(ROOT)}"
+            f"MODEL: {origin.name!r} is not here and the Hub cannot be reached; give a folder, save config.json as "
+            f"{path.relative_to(ROOT)}, or export HF_TOKEN if gated"
         )
     shipped = Pretrained(str(path), key="MODEL")
     raw, _ = PretrainedConfig.get_config_dict(str(path))
