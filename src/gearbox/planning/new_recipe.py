@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gearbox import ROOT
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.planning import strategy
-from gearbox.planning.architecture import Architecture
+from gearbox.planning.architecture import Architecture, Config
 from gearbox.planning.gpus import Gpu, gpu_named
 from gearbox.planning.layer_memory import NF4
 from gearbox.planning.memory import predict
@@ -84,7 +84,7 @@ class ModelFacts:
     """The facts of a model and its tokenizer that its recipe depends on."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Config
     """The content of config.json."""
     sizes: Sizes
     positions: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig
@@ -24,6 +24,7 @@ from gearbox.errors import UserError, one_line
 from gearbox.model import probes
 from gearbox.model.loading import ARCHITECTURES
 from gearbox.model.pretrained import ADAPTER, Pretrained
+from gearbox.planning.architecture import Config
 from gearbox.planning.new_recipe import CHATML_MARKS, ModelFacts, Sizes, checked_name
 from gearbox.rows.stream import is_prepared
 from gearbox.sharding.unwrap import model_class
@@ -38,7 +39,7 @@ SAMPLE = Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content
 class Found(NamedTuple):
     """The content of a config.json, and what transformers makes of it."""
 
-    raw: dict[str, Any]
+    raw: Config
     """Its content."""
     config: PretrainedConfig | None
     """None if only the model's own Python code can read it."""
@@ -134,7 +135,7 @@ def _read_shipped(origin: Pretrained) -> Found:
     return Found(raw, shipped.config(), "The tokenizer is not on this machine, so its chat template was not read.")
 
 
-def _code_of(raw: Mapping[str, Any]) -> str:
+def _code_of(raw: Config) -> str:
     """Return the names of the Python files that a config.json names."""
     named = raw["auto_map"].values() if isinstance(raw["auto_map"], Mapping) else ()
     files = sorted({str(one).rpartition("--")[2].partition(".")[0] for one in named})
@@ -158,7 +159,7 @@ def _counted(config: PretrainedConfig, origin: Pretrained) -> Sizes:
     )
 
 
-def _estimated(raw: Mapping[str, Any], origin: Pretrained) -> Sizes:
+def _estimated(raw: Config, origin: Pretrained) -> Sizes:
     """Return upper bounds for a model that is known only by its Python code."""
     numbers = [raw.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")]
     width, layers, vocabulary = (number if type(number) is int else 0 for number in numbers)
@@ -173,7 +174,7 @@ def _estimated(raw: Mapping[str, Any], origin: Pretrained) -> Sizes:
     return Sizes(in_layers + 2 * vocabulary * width, in_layers, 0, layers * (8 * width + 3 * (width + inner)))
 
 
-def _positions(config: PretrainedConfig | None, raw: Mapping[str, Any]) -> int | None:
+def _positions(config: PretrainedConfig | None, raw: Config) -> int | None:
     """Return the longest row that the model was trained for, or None."""
     if config is None:
         number = raw.get("max_position_embeddings")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from gearbox import ROOT
 from gearbox.config.loader import RawMapping
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import Group, Recipe
 from gearbox.planning.new_recipe import Choice, ModelFacts
 from gearbox.planning.strategy import Machines
 
@@ -65,8 +65,7 @@ class Draft:
 def _default_of(key: str) -> object:
     """Return the default of a key, or None if it is required."""
     group, name = key.split(".")
-    annotation: Any = Recipe.model_fields[group].annotation
-    known = annotation.model_fields[name]
+    known = cast("type[Group]", Recipe.model_fields[group].annotation).model_fields[name]
     return None if known.is_required() else known.get_default()
 
 
