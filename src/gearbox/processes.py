@@ -104,6 +104,11 @@ def free_memory() -> int:
     return free if room is None else min(free, room)
 
 
+def resident_memory() -> int:
+    """Return the bytes of memory that this process holds now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def cgroup_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes left below the memory limits of this process's control groups; None without a limit.
 

@@ -38,6 +38,7 @@ from gearbox.distributed.tensor_parallel import (
 from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
 from gearbox.kernels.blocks import blocks_of
+from gearbox.planning.fit import Fit
 from gearbox.rows.batches import IGNORE_INDEX, Batch, PackedRows
 from gearbox.sharding import fsdp_loading, sharded_state
 from gearbox.sharding.unwrap import (
@@ -73,6 +74,8 @@ class Engine:
     """The dtype of the starting weights in their files; trained weights are saved in it."""
     num_positions: int | None = None
     """The number of positions that the model has, or None if it has no such limit."""
+    fit: Fit | None = None
+    """The predicted memory of this rank."""
 
     @property
     def device(self) -> torch.device:

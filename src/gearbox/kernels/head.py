@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from gearbox.kernels.lora import autocast_dtype
+from gearbox.planning import layer_memory
 
-NUM_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+NUM_LOGITS = {"cpu": layer_memory.NUM_LOGITS_ON_CPU, "cuda": layer_memory.NUM_LOGITS}
 """Logits of a chunk by type of device: 64 MiB and 256 MiB in fp32. More would not be faster."""
 
 

@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
+from gearbox.config.recipe import Recipe
 from gearbox.planning.architecture import Architecture, Matrix
 
 BF16, FP32 = 2, 4  # bytes of a number
+NUM_LOGITS, NUM_LOGITS_ON_CPU = 2**26, 2**24  # that kernels/head.py computes at one time
+PASS_TOKENS_ON_CPU = 256  # as in training/loop.py
 NF4 = 4.127 / 8  # bytes of a weight with double quantization: 4 bits, a byte for each 64, 4 bytes for each 64 * 256
 
 
@@ -63,19 +66,24 @@ class Setup:
     num_ranks: int = 1
     num_replicas: int = 1
     """Groups of ranks that hold a complete sharded model each."""
+    compute: int = BF16
+    """Bytes of the numbers that layers compute with: fp32 on a CPU."""
+    num_logits: int = NUM_LOGITS
+    """Logits of a chunk of the output head."""
     is_lean: bool = True
     """True if our kernels compute norms, gates and adapters, which save only their inputs."""
     logit_bytes: float | None = None
     """Bytes of each logit of all N tokens where a trainer keeps them; None for our head, which keeps a chunk."""
 
     @classmethod
-    def of(cls, job: Job) -> Setup:
-        """Return the setup of a recipe under a gear, as it runs on GPUs in the gear's precision."""
+    def of(cls, job: Job, on_cpu: bool = False) -> Setup:
+        """Return the setup of a recipe under a gear, as it runs on GPUs in the gear's precision, or on CPUs in fp32."""
         recipe, gear, batch = job.recipe, job.gear, job.batch
         row_tokens, parts = recipe.batch.row_tokens, gear.degree("sp") * gear.degree("cp")
         tokens = batch.micro_rows * row_tokens // parts
-        if recipe.perf.pass_tokens and gear.engine in ("single", "ddp") and recipe.data.packing:
-            tokens = min(tokens, max(recipe.perf.pass_tokens, row_tokens // batch.micro_rows))
+        if (limit := pass_tokens(recipe, on_cpu)) and gear.engine in ("single", "ddp"):
+            tokens = min(tokens, limit)
+        is_fp32 = on_cpu or gear.precision != "bf16"
         targets = recipe.adapter.targets
         names = None if isinstance(targets, str) else tuple(targets)
         stages, steps = gear.degree("pp"), batch.accumulation_steps
@@ -88,7 +96,7 @@ class Setup:
             adapter=(recipe.adapter.r, names),
             accumulates=steps > 1,
             shares=shares_of(gear),
-            casts=gear.precision == "bf16" and gear.engine in ("single", "ddp", "tp", "pp"),
+            casts=not is_fp32 and gear.engine in ("single", "ddp", "tp", "pp"),
             gathers=gear.engine == "fsdp" or gear.zero_stage == 3,
             zero_stage=gear.zero_stage,
             offload=gear.offload,
@@ -98,6 +106,8 @@ class Setup:
             key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
             num_ranks=gear.num_processes,
             num_replicas=gear.degree("dp_replicate"),
+            compute=FP32 if is_fp32 else BF16,
+            num_logits=NUM_LOGITS_ON_CPU if on_cpu else NUM_LOGITS,
             is_lean=recipe.perf.kernels == "auto",
         )
 
@@ -109,12 +119,20 @@ class Setup:
     @property
     def stream(self) -> int:
         """Bytes of a feature of the hidden states between layers: what autocast adds to fp32 weights is fp32."""
-        return FP32 if self.casts and self.trains_all and self.master_bytes == FP32 else BF16
+        return FP32 if self.casts and self.trains_all and self.master_bytes == FP32 else self.compute
 
     @property
     def cast_bytes(self) -> int:
         """Bytes of the copy that autocast makes of each trained weight."""
         return BF16 if self.casts and self.master_bytes == FP32 else 0
+
+
+def pass_tokens(recipe: Recipe, on_cpu: bool) -> int | None:
+    """Return the most tokens of a forward pass over packed rows, or None for complete rows, as training/loop.py."""
+    if not recipe.data.packing:
+        return None
+    by_default = on_cpu and recipe.adapter.method != "none" and not recipe.perf.compile
+    return recipe.perf.pass_tokens or (PASS_TOKENS_ON_CPU if by_default else None)
 
 
 def shares_of(gear: Gear) -> Shares:
@@ -196,18 +214,18 @@ class Layer:
         if not setup.is_lean:
             return self.kept_without_kernels()
         normed = style.num_norms if style.norms_outputs else style.num_norms - 2  # outputs of attention and MLP
-        norms = 2 * setup.stream * shape.width + normed * BF16 * shape.width + FP32 * style.num_norms
+        norms = 2 * setup.stream * shape.width + normed * self.setup.compute * shape.width + FP32 * style.num_norms
         if style.norms_outputs and setup.stream == FP32:  # each matrix keeps its own cast of its input
-            norms += (BF16 * (len(self.matrices) - 2) - 2 * FP32) * shape.width
+            norms += (self.setup.compute * (len(self.matrices) - 2) - 2 * FP32) * shape.width
         heads, copies = shape.heads, 2
         if style.qk_norm:
             heads, copies = heads + shape.heads + shape.key_heads, 3
-        attention = BF16 * copies * (self.queries + self.keys) + FP32 * heads // setup.tp
-        inner = BF16 * self.inner * (2 if style.is_gated else 1)
+        attention = self.setup.compute * copies * (self.queries + self.keys) + FP32 * heads // setup.tp
+        inner = self.setup.compute * self.inner * (2 if style.is_gated else 1)
         if style.is_fused:  # the parts of a product keep all of it, and the MLP all that it computes
-            attention += BF16 * (self.queries + self.keys)
+            attention += self.setup.compute * (self.queries + self.keys)
             inner *= 2
-        return norms + attention + inner + BF16 * setup.adapter[0] * len(self.adapted)
+        return norms + attention + inner + self.setup.compute * setup.adapter[0] * len(self.adapted)
 
     def kept_without_kernels(self) -> int:
         """Return the same for the family's own modules. Their norms compute in fp32, and MLPs keep four results.
@@ -218,19 +236,21 @@ class Layer:
         states, adapters = self.queries + self.keys, bool(self.adapted)
         of_norm = FP32 + (0 if adapters else setup.stream)
         copies = len(self.matrices) - 2 if adapters or setup.stream == FP32 else 2
-        norms = (of_norm * style.num_norms + BF16 * copies) * shape.width
-        attention = 2 * BF16 * states + FP32 * shape.heads // setup.tp
+        norms = (of_norm * style.num_norms + self.setup.compute * copies) * shape.width
+        attention = 2 * self.setup.compute * states + FP32 * shape.heads // setup.tp
         attention += of_norm * states if style.qk_norm else 0
-        attention += BF16 * self.queries if adapters else 0
-        inner = BF16 * self.inner * (4 if style.is_gated else 2)
-        return norms + attention + inner + BF16 * setup.adapter[0] * len(self.adapted)
+        attention += self.setup.compute * self.queries if adapters else 0
+        inner = self.setup.compute * self.inner * (4 if style.is_gated else 2)
+        return norms + attention + inner + self.setup.compute * setup.adapter[0] * len(self.adapted)
 
     def kept_for_products(self) -> int:
         """Return the bytes of a token that selective checkpointing keeps: the input, and all products and attention."""
         shape, gates = self.shape, 2 if self.shape.style.is_gated else 1
         outputs = 2 * self.queries + 2 * self.keys + 2 * shape.width + gates * self.inner
         low = self.setup.adapter[0] * len(self.adapted)
-        return self.setup.stream * shape.width + BF16 * (outputs + low) + FP32 * shape.heads // self.setup.tp
+        return (
+            self.setup.stream * shape.width + self.setup.compute * (outputs + low) + FP32 * shape.heads // self.setup.tp
+        )
 
     def kept(self) -> int:
         """Return the bytes that wait for the backward pass."""
@@ -247,7 +267,7 @@ class Layer:
 
     def gathered_keys(self) -> int:
         """Return the bytes of the keys and values of complete rows, if ranks share each row."""
-        return BF16 * 2 * self.keys * self.setup.key_tokens
+        return self.setup.compute * 2 * self.keys * self.setup.key_tokens
 
     def backward(self) -> int:
         """Return the bytes that the backward pass of the layer takes in addition.
@@ -259,5 +279,5 @@ class Layer:
         if setup.checkpointing in ("full", "offload"):
             again = self.kept_for_all() - setup.stream * self.shape.width * (setup.checkpointing == "full")
         rebuilt = 0 if setup.checkpointing == "none" else self.cast() + self.gathered_keys()
-        gradients = 3 if setup.is_lean else 5
-        return setup.num_tokens * (again + BF16 * gradients * self.inner - BF16 * self.shape.width) + rebuilt
+        gradients = setup.compute * ((3 if setup.is_lean else 5) * self.inner - self.shape.width)
+        return setup.num_tokens * (again + gradients) + rebuilt

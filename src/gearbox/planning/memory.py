@@ -14,7 +14,6 @@ from gearbox.config.job import Job
 from gearbox.planning.architecture import Architecture
 from gearbox.planning.layer_memory import BF16, FP32, NF4, Layer, Setup
 
-NUM_LOGITS = 2**26  # of a chunk of the output head on a GPU, as in kernels/head.py
 CONTEXT = 600 * 2**20  # of CUDA and its libraries on each GPU
 COMMUNICATION = 400 * 2**20  # of NCCL's buffers, with several ranks
 TERMS = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "allowance")
@@ -49,9 +48,9 @@ class Prediction:
         return self.peak_bytes - self.terms["allowance"]
 
 
-def predict(shape: Architecture, job: Job) -> Prediction:
-    """Return the memory of a recipe under a gear, on GPUs in the gear's precision."""
-    return predicted(shape, Setup.of(job))
+def predict(shape: Architecture, job: Job, on_cpu: bool = False) -> Prediction:
+    """Return the memory of a recipe under a gear, on GPUs in the gear's precision, or on CPUs in fp32."""
+    return predicted(shape, Setup.of(job, on_cpu))
 
 
 def predicted(shape: Architecture, setup: Setup) -> Prediction:
@@ -109,14 +108,14 @@ class Part:
             return {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
         frozen = 0.0
         if not setup.trains_all:
-            each = NF4 if setup.method.startswith("q") else BF16
+            each = NF4 if setup.method.startswith("q") else setup.compute
             in_layers = sum(self._frozen(layer, each) for layer in self.layers)
-            frozen = (in_layers + BF16 * self.outside) / shares.weights
+            frozen = (in_layers + setup.compute * self.outside) / shares.weights
         state = trained * moments_of(setup, self)
         if setup.zero_stage:  # bf16 copies, and fp32 masters beside the moments
-            copies = BF16 if setup.zero_stage == 1 else 0
+            copies = setup.compute if setup.zero_stage == 1 else 0
             return {
-                "weights": trained * BF16 / shares.weights + frozen,
+                "weights": trained * setup.compute / shares.weights + frozen,
                 "gradients": trained * (FP32 / shares.gradients + copies),
                 "optimizer": (state + FP32 * trained) / shares.optimizer,
             }
@@ -129,7 +128,7 @@ class Part:
     def _frozen(self, layer: Layer, each: float) -> float:
         """Return the bytes of a layer's frozen weights: its linear layers take `each`, all others two."""
         in_matrices = sum(one.inputs * one.outputs for one in layer.matrices) / self.setup.tp
-        return in_matrices * each + (layer.num_weights - in_matrices) * BF16
+        return in_matrices * each + (layer.num_weights - in_matrices) * self.setup.compute
 
     def kept(self) -> float:
         """Return the bytes that all layers keep for the backward pass."""
@@ -141,14 +140,18 @@ class Part:
         vocabulary = self.shape.vocabulary // setup.tp
         if setup.logit_bytes is not None:
             return {"activations": self.kept(), "head": setup.logit_bytes * tokens * vocabulary}
-        states = tokens * width * (3 * setup.stream + BF16 + (BF16 if setup.stream == FP32 else 0))
-        chunk = min(max(1, NUM_LOGITS // vocabulary), tokens) * vocabulary
+        cast = BF16 if setup.cast_bytes and setup.trains_all else 0
+        states = tokens * width * (3 * setup.stream + setup.compute + cast)
+        in_fp32 = FP32 if setup.compute == BF16 else 0  # the softmax's copy of a chunk
+        chunk = min(max(1, setup.num_logits // vocabulary), tokens) * vocabulary
         casts = setup.cast_bytes * self.head_weights if setup.trains_all else 0
         gradient = FP32 * self.head_weights if setup.trains_all else 0
         return {
             "activations": self.kept() + self.in_autocast(),
-            "head": states + chunk * (BF16 + FP32) + gradient + casts,
-            "gathered": 2 * BF16 * self.head_weights if setup.gathers else 0,  # with the buffer of the collective
+            "head": states + chunk * (setup.compute + in_fp32) + gradient + casts,
+            "gathered": 2 * setup.compute * self.head_weights
+            if setup.gathers
+            else 0,  # with the buffer of the collective
         }
 
     def in_head_backward(self) -> Moment:
@@ -158,13 +161,13 @@ class Part:
             return {}
         return {
             "activations": self.kept() + self.in_states(),
-            "head": (FP32 + BF16) * self.head_weights,
-            "gathered": BF16 * (self.head_weights + self.layers[-1].num_weights),
+            "head": (FP32 + (BF16 if setup.compute == BF16 else 0)) * self.head_weights,
+            "gathered": setup.compute * (self.head_weights + self.layers[-1].num_weights),
         }
 
     def in_states(self) -> float:
         """Return the bytes of the last norm's input, and of the gradient of its output."""
-        return self.setup.num_tokens * self.shape.width * (self.setup.stream + BF16)
+        return self.setup.num_tokens * self.shape.width * (self.setup.stream + self.setup.compute)
 
     def in_autocast(self) -> float:
         """Return the bytes of casts that autocast keeps until the forward pass ends."""
@@ -177,8 +180,8 @@ class Part:
         setup, largest = self.setup, max(self.layers, key=lambda layer: layer.num_weights)
         gathered = 0.0
         if setup.gathers:
-            reduced = FP32 * (1 + 1 / setup.shares.gradients) + BF16
-            gathered = 2 * BF16 * largest.num_weights + reduced * largest.trained
+            reduced = FP32 * (1 + 1 / setup.shares.gradients) + setup.compute
+            gathered = 2 * setup.compute * largest.num_weights + reduced * largest.trained
         return {
             "activations": self.kept() + self.in_states() + max(layer.backward() for layer in self.layers),
             "gathered": gathered,
@@ -189,7 +192,7 @@ class Part:
         setup = self.setup
         if not (setup.gathers and setup.trains_all):
             return {}
-        reduced = BF16 + FP32 * (1 + 1 / setup.shares.gradients)
+        reduced = setup.compute + FP32 * (1 + 1 / setup.shares.gradients)
         return {
             "activations": self.kept() + self.in_states(),
             "head": reduced * self.head_weights,
@@ -203,7 +206,7 @@ class Part:
         last, setup, gathered = self.layers[0], self.setup, 0.0
         if setup.num_replicas > 1:
             embedding = self.shape.embedding_weights if setup.trains_all else 0
-            gathered = FP32 * self.trained / setup.shares.gradients + (FP32 + BF16) * embedding
+            gathered = FP32 * self.trained / setup.shares.gradients + (FP32 + setup.compute) * embedding
         return {"activations": last.kept() + last.backward(), "gathered": gathered}
 
     def predict(self) -> Prediction:

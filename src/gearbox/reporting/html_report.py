@@ -27,7 +27,7 @@ CURVES = {
     "gradient norm": ("grad_norm",),
     "learning rate": ("lr",),
     "tokens per second": ("tokens_per_second",),
-    "peak memory, bytes": ("memory_peak_bytes",),
+    "peak memory, bytes": ("memory_peak_bytes", "memory_predicted_bytes"),
 }
 COLOURS = ("var(--line)", "var(--second)", "#2563eb", "#a21caf", "#ca8a04", "#64748b")
 LOWEST = 1e-9  # smallest value drawn on a logarithmic scale, which cannot show 0

@@ -41,10 +41,22 @@ class Metrics:
     A resumed run drops the earlier lines of the steps that it repeats.
     """
 
-    def __init__(self, folder: Path, screen: Console, num_steps: int, state: TrainState, saved_step: int = 0) -> None:
-        """Store the parameters. `saved_step` is the step of the folder's checkpoint, 0 without one."""
+    def __init__(
+        self,
+        folder: Path,
+        screen: Console,
+        num_steps: int,
+        state: TrainState,
+        saved_step: int = 0,
+        predicted_bytes: int | None = None,
+    ) -> None:
+        """Store the parameters.
+
+        `saved_step` is the step of the folder's checkpoint, 0 without one. `predicted_bytes` is the predicted peak
+        memory of this rank.
+        """
         self.folder, self.screen, self.num_steps, self.state = folder, screen, num_steps, state
-        self.saved_step = saved_step
+        self.saved_step, self.predicted_bytes = saved_step, predicted_bytes
         self.path = folder / "metrics.jsonl"
         self.writes = not screen.quiet
         self.waiting: list[str] = []
@@ -110,7 +122,11 @@ class Metrics:
         marks: dict[str, JsonScalar] = {"spike": True} if is_spike else {}
         if self.idle_since is not None and step == self.first_step:
             marks["seconds_without_a_step"] = round(time.time() - self.idle_since, 1)
-        optional = {"idle": result.idle, "router_loss": result.router_loss}
+        optional = {
+            "idle": result.idle,
+            "router_loss": result.router_loss,
+            "memory_predicted_bytes": self.predicted_bytes,
+        }
         self.log(
             loss=result.loss,
             grad_norm=result.grad_norm,

@@ -17,6 +17,7 @@ from gearbox.console import styled
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
+from gearbox.planning.fit import Fit
 from gearbox.planning.strategy import METHOD_NAMES
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
@@ -44,6 +45,8 @@ class Plan:
     switched_off: dict[str, float]
     """Dropout rates of the model's config.json that are set to 0, by key."""
     disk: DiskPlan
+    fit: Fit | None
+    """The predicted memory of a rank."""
     folder: Path
     """The run's folder."""
     rows_key: str
@@ -60,6 +63,8 @@ class Plan:
             lines["router loss"] = f"{self.router_weight:g} x load imbalance of the experts"
         if self.switched_off:
             lines["dropout"] = f"off, where config.json has {listed(self.switched_off)} (model.dropout=true keeps it)"
+        if self.fit is not None:
+            lines["memory"] = self.fit.describe()
         return lines | {"checkpoints": self.disk.describe(), "run folder": str(self.folder)}
 
     def _trained(self) -> str:

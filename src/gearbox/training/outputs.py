@@ -87,7 +87,8 @@ class Outputs:
 @contextmanager
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
-    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step) as metrics:
+    predicted = None if plan.fit is None else plan.fit.predicted_bytes
+    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step, predicted) as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)

@@ -5,9 +5,11 @@ The order matters: every rank makes the same collective calls, and each function
 
 from __future__ import annotations
 
+import collections
 import socket
 from dataclasses import dataclass, replace
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox import processes
@@ -30,6 +32,7 @@ from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
+from gearbox.planning.fit import Fit
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
 from gearbox.rows import arranged, stream
@@ -125,6 +128,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     num_positions = probes.num_positions(config)
     if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
         world.screen.print(f"hint: {hint}")
+    fit = _check_memory(config, job, world)
     if recipe.model.init == "pretrained":
         _check_weights_of_nodes(origin, config, gear, world)
     if gear.degree("pp") > 1:
@@ -150,7 +154,22 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
-    return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions)
+    return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions, fit)
+
+
+def _check_memory(config: PretrainedConfig, job: Job, world: ProcessGroup) -> Fit:
+    """Return the predicted memory of this rank beside its device's. Raise UserError if the model cannot fit."""
+    if process_group.runs_on_cpu():
+        ranks = collections.Counter(world.gather(socket.gethostname()))[socket.gethostname()]
+        fit = Fit.of(config.to_dict(), job, processes.free_memory() // ranks, before=processes.resident_memory())
+    else:
+        fit = Fit.of(config.to_dict(), job, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    fits = world.gather((fit.problem(), fit.warning()))
+    if problems := [problem for problem, _ in fits if problem]:
+        raise UserError(located(problems[0], job.recipe, job.recipe_path))
+    if warnings := [warning for _, warning in fits if warning]:
+        world.screen.print(f"hint: {warnings[0]}")
+    return fit
 
 
 def _check_weights_of_nodes(origin: Pretrained, config: PretrainedConfig, gear: Gear, world: ProcessGroup) -> None:
@@ -250,6 +269,7 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
         num_steps=rows.num_steps,
         data=data_facts(job.recipe, data.corpus, rows, data.tokenizer),
         facts=facts,
+        fit=engine.fit,
         num_weights=verification.count_weights(engine.unwrapped, world),
         leakage=rows.leakage,
         router_weight=router_weight(engine.unwrapped),

@@ -1,0 +1,63 @@
+"""Compare the memory that a run will take with what its device has, before the weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gearbox.config.job import Job
+from gearbox.console import format_bytes
+from gearbox.errors import UserError
+from gearbox.planning.architecture import Architecture, Config
+from gearbox.planning.memory import Prediction, predict
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The predicted memory of a rank, and the memory of its device: a GPU, or this rank's part of the host's."""
+
+    prediction: Prediction | None
+    """None if the family has no closed form."""
+    available: int
+    """Bytes of the device that the run can take."""
+    before: int = 0
+    """Bytes that the process holds already, which count as its memory on a CPU."""
+
+    @classmethod
+    def of(cls, config: Config, job: Job, available: int, before: int | None = None) -> Fit:
+        """Predict the memory of a model with this config.json. `before` is given on a CPU only."""
+        try:
+            prediction = predict(Architecture.of(config), job, on_cpu=before is not None)
+        except UserError:
+            prediction = None
+        return cls(prediction, available, before or 0)
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The predicted peak of what metrics.jsonl records: allocated memory of a GPU, or the process's on a CPU."""
+        return None if self.prediction is None else self.before + self.prediction.allocated_bytes
+
+    def describe(self) -> str:
+        """Return one line for the plan of a run."""
+        if self.predicted_bytes is None:
+            return f"no closed form for this family; {format_bytes(self.available)} available"
+        return f"{format_bytes(self.predicted_bytes)} predicted at the peak; {format_bytes(self.available)} available"
+
+    def problem(self) -> str | None:
+        """Return why the run cannot fit, or None: its weights, gradients and optimizer state exceed the memory."""
+        if self.prediction is None or self.prediction.state_bytes <= self.available:
+            return None
+        return (
+            f"model.name: weights, gradients and optimizer state take {format_bytes(self.prediction.state_bytes)} on "
+            f"each rank, and there are {format_bytes(self.available)}; use more ranks under fsdp, an adapter, or "
+            "another gear: python src/plan.py shows which fit"
+        )
+
+    def warning(self) -> str | None:
+        """Return why the run will probably not fit, or None."""
+        if self.prediction is None or self.prediction.peak_bytes <= self.available or self.problem():
+            return None
+        return (
+            f"the plan needs {format_bytes(self.prediction.peak_bytes)} on each rank at the peak, in "
+            f"{self.prediction.moment}, and there are {format_bytes(self.available)}; lower batch.micro_rows, set "
+            "perf.checkpointing=full, or see python src/plan.py"
+        )
