@@ -141,4 +141,9 @@ def test_the_loop_fits_on_a_screen(name, lines, num_parameters):
 
 def test_train_takes_no_name_from_an_engine():
     imported = [node.module for node in ast.walk(TREES[Path("train.py")]) if isinstance(node, ast.ImportFrom)]
-    assert {name.split(".")[1] for name in imported if name.startswith("gearbox.")} == {"config", "launch", "training"}
+    assert {name.split(".")[1] for name in imported if name.startswith("gearbox.")} == {
+        "checks",
+        "config",
+        "launch",
+        "training",
+    }
