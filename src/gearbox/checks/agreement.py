@@ -82,7 +82,9 @@ def examine(recipe_path: Path, overrides: list[str], gear: GearRead, gpu: Gpu | 
         subject = Subject(recipe_path, read.recipe, job, gpu)
         said += [one for check in CHECKS for one in check(subject)]
     locator = Locator(recipe_path)
-    return Examined(job, [locator.locate(one) for one in dict.fromkeys(said)])
+    findings = [locator.locate(one) for one in dict.fromkeys(said)]
+    wrong = {(one.file, one.key) for one in findings if one.severity == "problem"}
+    return Examined(job, [one for one in findings if one.severity == "problem" or (one.file, one.key) not in wrong])
 
 
 def job_of(recipe_path: Path, overrides: list[str], gear: GearRead) -> Job:

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from gearbox.checks.finding import Said, Severity
-from gearbox.config.loader import is_local, is_url, matches
-from gearbox.config.recipe import Data
+from gearbox.config.loader import is_url, matches
+from gearbox.config.recipe import BUILTIN_TASKS, Data
 from gearbox.config.recipe_values import Source
 from gearbox.data import row_formats, sources
 from gearbox.data.records import RecordReader
@@ -38,9 +38,10 @@ class FirstRecords:
     def of_each_file(self) -> list[FirstRecords]:
         """Read the first records of each file of this source."""
         path = self.source.path
-        if is_url(path) or not is_local(path):
+        found = [] if is_url(path) else matches(path)
+        if path != BUILTIN_TASKS and not found:  # on the Hub, or missing, which the recipe's reader reports
             return []
-        if any((found / name).exists() for found in matches(path) for name in LEFT_TO_THE_RUN):
+        if any((one / name).exists() for one in found for name in LEFT_TO_THE_RUN):
             return []
         try:
             origins = sources.find([self.source])

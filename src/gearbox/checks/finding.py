@@ -76,7 +76,8 @@ class Locator:
         if file == ENVIRONMENT:
             key = rest.partition("=")[0]
         if line is None and Path(file).suffix in (".yaml", ".yml", ".json"):
-            line, column = self._in_file(file, said.key or key.partition(",")[0], message)
+            place = ".".join(filter(None, (said.key, key.partition(",")[0])))
+            line, column = self._in_file(file, place, message)
         return Finding(file, line, column, key, said.severity, message, said.text)
 
     def _split(self, text: str) -> tuple[str, int | None, str]:
@@ -96,8 +97,9 @@ class Locator:
 
     def _in_file(self, file: str, key: str, message: str) -> tuple[int | None, int | None]:
         """Return line and column: those that the message has, or those of the key."""
-        if message.startswith("duplicate key '"):
-            key = message.split("'")[1]
-        elif not key and (numbers := IN_LINE.findall(message)):
+        marks = self.marks.setdefault(file, Marks(Path(file)))
+        if found := re.match("duplicate key '(.*)'; ", message):
+            return marks.last(found[1]) or (None, None)
+        if not key and (numbers := IN_LINE.findall(message)):
             return int(numbers[-1][0]), int(numbers[-1][1])
-        return self.marks.setdefault(file, Marks(Path(file))).of(key) or (None, None)
+        return marks.of(key) or (None, None)

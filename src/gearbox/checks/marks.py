@@ -29,6 +29,10 @@ class Marks:
         earlier = [old.old for old in OLD_KEYS.values() if old.new == key]
         return next((mark for name in (key, *earlier) if (mark := self._exact(name))), None) or self._group(key)
 
+    def last(self, name: str) -> Mark | None:
+        """Return the last place in a JSON file of a key that ends with this name."""
+        return next((mark for key, mark in reversed(self._in_json.items()) if f".{key}".endswith(f".{name}")), None)
+
     def _exact(self, key: str) -> Mark | None:
         return self._in_json.get(key) if self.path.suffix == ".json" else self._in_yaml(key.split("."))
 
@@ -66,7 +70,8 @@ class Marks:
                 except ValueError:
                     continue
                 line, start = line + self._text.count("\n", start, token.start()), token.start()
-                marks[".".join(map(str, path))] = line, start - self._text.rfind("\n", 0, start)
+                marks.pop(name := ".".join(map(str, path)), None)
+                marks[name] = line, start - self._text.rfind("\n", 0, start)
         return marks
 
     @cached_property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_BYTES = 2**20
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
-QUESTION, ANSWER, NEXT = ("\U00020000" * 4, "\U00020001" * 4, "\U00020002" * 4)  # characters that no template writes
+QUESTION, ANSWER = "\U00020000" * 4, "\U00020001" * 4  # characters that no template writes
 
 
 class Template(NamedTuple):
@@ -40,7 +40,7 @@ def template(subject: Subject) -> Iterator[Said]:
     has_chats = any(found.form not in (None, "text") for found in subject.first_records)
     found = _template_of(subject)
     if found is None:
-        if has_chats and subject.model.folder is not None:
+        if has_chats and subject.model.folder is not None and subject.recipe.data.chat_template is None:
             yield subject.say(NO_TEMPLATE)
         return
     from jinja2 import TemplateSyntaxError
@@ -99,14 +99,13 @@ def _end_of_answer(parsed: jinja2.Template, subject: Subject) -> str | None:
     """Return what the template writes after an answer, if that has no token at which a model can stop."""
     tokens = {*subject.model.added, *subject.recipe.model.add_tokens}
     special = {name: subject.model.special(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    turns = [("user", QUESTION), ("assistant", ANSWER), ("user", NEXT)]
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     given = {name: token for name, token in special.items() if token is not None}
     try:
         text = parsed.render(messages=messages, add_generation_prompt=False, **given)
     except Exception:  # a template is code that can raise anything; the run reports it for the user's own chats
         return None
-    after = text.partition(ANSWER)[2].partition(NEXT)[0]
+    after = text.partition(ANSWER)[2]
     if not tokens or not text.count(ANSWER) or not after.strip():
         return None
     if any(token in after for token in tokens) or (special["eos_token"] or "\0") in after:
