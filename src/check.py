@@ -105,8 +105,8 @@ def first_gpu() -> Gpu | None:
     with suppress(OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
         from gearbox.doctor import nvidia_smi
 
-        row = nvidia_smi.query_gpus(["name", "compute_cap"])[0]
-        return Gpu(row["name"], float(row["compute_cap"]))
+        row = nvidia_smi.query_gpus(["name", "memory.total", "compute_cap"])[0]
+        return Gpu(row["name"], int(row["memory.total"]) * 2**20, float(row["compute_cap"]))
     return None
 
 

@@ -45,7 +45,7 @@ def test_the_command_agrees_with_0_and_prints_json():
 
 def test_training_refuses_what_the_command_finds():
     ended = python("src/train.py", *WRONG)
-    found = [one for one in json.loads(python("src/check.py", *WRONG, "--json").stdout)["findings"]]
+    found = json.loads(python("src/check.py", *WRONG, "--json").stdout)["findings"]
     problems = [
         f"gearbox: {one['file']}: {one['key']}: {one['message']}" for one in found if one["severity"] == "problem"
     ]

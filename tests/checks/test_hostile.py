@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -14,7 +15,7 @@ from gearbox.config.gear import gear_path, read_gear
 
 TINY = ROOT / "recipes/tiny.yaml"
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
+    f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi")
 )
 CONTENTS = {
     "binary": os.urandom(4096),
@@ -62,9 +63,18 @@ def test_what_is_no_file_is_a_finding(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"vocab_size": "x", "num_attention_heads": [], "model_type": 3}',
-                                     '{"model": 3, "added_tokens": {"a": 1}, "eos_token_id": {}, "chat_template": [1]}',
-                                     '{"model_type": "../llama"}', '{"model_type": "llama", "num_attention_heads": 0}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{",
+        '{"vocab_size": "x", "num_attention_heads": [], "model_type": 3}',
+        '{"model": 3, "added_tokens": {"a": 1}, "eos_token_id": {}, "chat_template": [1]}',
+        '{"model_type": "../llama"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+    ],
+)
 def test_a_hostile_file_of_a_model_ends_no_check(tmp_path, name, content):
     model, path = tmp_path / "model", tmp_path / "mine.yaml"
     shutil.copytree(ROOT / "recipes/tiny", model)

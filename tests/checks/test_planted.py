@@ -183,6 +183,8 @@ PLANTED = [
         "999 is no token",
     ),
     # The GPU
+    Planted("single", f'{C}: "hidden_size": 256 -> "hidden_size": 32768', f"{R}: name: ", "optimizer take", "gpu=16GB"),
+    hint("single", f"{R}: micro_rows: 8 -> micro_rows: 8", f"{R}: name: ", "a step takes", "gpu=0.4GB"),
     hint("ddp", "", f"{G}: mixed_precision", "bf16 is slow below 8.0", "gpu=T4"),
     hint("zero2", "", f"{Z}: bf16", "V100-32GB has compute capability 7.0", "gpu=V100-32GB"),
     hint(

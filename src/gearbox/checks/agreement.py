@@ -78,7 +78,7 @@ def examine(recipe_path: Path, overrides: list[str], gear: GearRead, gpu: Gpu | 
     job = None
     if read.recipe is not None:
         if usable_gear is not None:
-            job = Job.of(recipe_path, read.recipe, usable_gear)
+            job = Job.unchecked(recipe_path, read.recipe, usable_gear)
         subject = Subject(recipe_path, read.recipe, job, gpu)
         said += [one for check in CHECKS for one in check(subject)]
     locator = Locator(recipe_path)

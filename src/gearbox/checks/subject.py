@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from gearbox import ROOT
 from gearbox.checks.documents import FirstRecords
 from gearbox.checks.family import PlainConfig
 from gearbox.checks.finding import Said, Severity
@@ -16,8 +14,8 @@ from gearbox.config.job import Job
 from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Model, Recipe
 from gearbox.filesystem import read_json_object
+from gearbox.planning.architecture import ARCHITECTURES, places
 
-ARCHITECTURES = ROOT / "recipes" / "architectures"
 MAX_TOKENIZER_BYTES = 64 * 2**20  # a larger file takes seconds, and is left to the run
 
 
@@ -33,10 +31,8 @@ class LocalModel:
     @classmethod
     def of(cls, model: Model) -> LocalModel:
         """Find a model: its folder, or the one in the Hub's cache, or its config in recipes/architectures/."""
-        folder = Path(model.name) if Path(model.name).is_dir() else _cached(model.name, model.revision)
-        paths = [folder / "config.json"] if folder is not None else []
-        paths.append(ARCHITECTURES / f"{model.name.replace('/', '--')}.json")
-        return cls(folder, next((path for path in paths if path.is_file()), None))
+        found = next((path for path in places(model) if path.is_file()), None)
+        return cls(None if found is None or found.parent == ARCHITECTURES else found.parent, found)
 
     @cached_property
     def config(self) -> RawMapping | None:
@@ -126,16 +122,3 @@ class Subject:
     def say(self, text: str, severity: Severity = "problem") -> Said:
         """Return words about a key of the recipe, with which the text begins."""
         return Said(located(text, self.recipe, self.recipe_path), severity)
-
-
-def _cached(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a Hub model in the cache."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = hub / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / (revision or "main")).read_text().strip()
-    except (OSError, ValueError):
-        commit = revision or ""
-    found = folder / "snapshots" / commit
-    return found if commit and found.is_dir() else None

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gearbox import processes
-from gearbox.config.compatibility import has_flash_attention
+from gearbox.config.compatibility import conflicts, has_flash_attention
 from gearbox.config.gear import EngineName, Gear
 from gearbox.config.loader import is_local, matches
 from gearbox.config.recipe import BUILTIN_TASKS, ONE_OF, Recipe
 from gearbox.config.recipe_values import listed
+from gearbox.errors import UserError
 
 REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 
@@ -63,7 +64,15 @@ class Job:
 
     @classmethod
     def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
-        """Combine a recipe and a gear, which `gearbox.checks` compares with each other."""
+        """Combine a recipe and a gear. Raise UserError with every reason why they cannot be combined."""
+        job = cls.unchecked(recipe_path, recipe, gear, hints)
+        if problems := conflicts(job.gear, job.recipe, recipe_path, job.batch):
+            raise UserError("\n".join(problems))
+        return job
+
+    @classmethod
+    def unchecked(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
+        """Combine a recipe and a gear, which `gearbox.checks` compares."""
         full_size = recipe if recipe.run.rehearse else None
         if full_size is not None:
             recipe = rehearsed(recipe, gear.data_parallel)
