@@ -45,7 +45,6 @@ OPTIONS = ("--config_file", "--gpu")
 
 def main(arguments: list[str]) -> int:
     """Print every finding. Return the exit code."""
-    began = time.monotonic()
     options, words = split(arguments)
     gear_file = Path(gear_path(options.get("--config_file", "single")))
     recipe_path, overrides = cli.split_arguments([word for word in words if not word.startswith("--")])
@@ -58,10 +57,10 @@ def main(arguments: list[str]) -> int:
     verdict = f"{names}: {count(num_problems, 'problem')}, {count(len(findings) - num_problems, 'hint')}"
     if not findings:
         verdict = f"{names} agree"
-    seconds = time.monotonic() - began
+    seconds = time.process_time()  # of the processor, with the imports
     if "--json" in words:
         found = [one.as_json() for one in findings]
-        print(json.dumps({"agree": not num_problems, "findings": found, "seconds": round(seconds, 2)}, indent=2))
+        print(json.dumps({"agree": not num_problems, "findings": found}, indent=2))
     else:
         screen = console.make_console(speaks=True)
         for one in findings:

@@ -30,7 +30,7 @@ def test_the_command_prints_findings_and_exits_with_2():
     assert (
         "command line: hint: batch.row_tokens: rows of 9,000 tokens are longer than the 4,096 positions" in ended.stdout
     )
-    assert re.search(r"^recipes/tiny.yaml:44: hint: batch.rows: 8 rows on 5 data-parallel ranks: ", ended.stdout, re.M)
+    assert re.search(r"^recipes/tiny.yaml:40: hint: batch.rows: 8 rows on 5 data-parallel ranks: ", ended.stdout, re.M)
     assert verdict.startswith("recipes/tiny.yaml and accelerate_configs/ddp.yaml: 2 problems, 3 hints (")
 
 
