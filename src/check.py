@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     """Print every finding. Return the exit code."""
     options, words = split(arguments)
     gear_file = Path(gear_path(options.get("--config_file", "single")))
-    recipe_path, overrides = cli.split_arguments([word for word in words if not word.startswith("--")])
-    flags = launcher_flags([word for word in words if word.startswith("--") and word != "--json"])
+    flags = launcher_flags([word for word in words if word.startswith("-") and word != "--json"])
+    recipe_path, overrides = cli.split_arguments([word for word in words if not word.startswith("-")])
     gpu = Gpu.named(options["--gpu"]) if "--gpu" in options else first_gpu()
     examined = agreement.examine(recipe_path, overrides, read_gear(gear_file, flags), gpu)
     findings = sorted([*examined.findings, *of_run_folder(examined)], key=lambda one: (one.file, one.line or 0))
