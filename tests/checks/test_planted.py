@@ -235,7 +235,7 @@ def test_a_planted_disagreement_is_found(tmp_path, monkeypatch, planted):
         monkeypatch.setenv(*word.split("="))
     flags = dict(word[2:].split("=") for word in words if word.startswith("--"))
     gpu = next((Gpu.named(word[4:]) for word in words if word.startswith("gpu=")), None)
-    overrides = [word for word in words if "." in word and not word.startswith("--")]
+    overrides = [word for word in words if "." in word and not word.startswith(("--", "gpu="))]
     found = agreement.examine(tmp_path / R, overrides, read_gear(tmp_path / G, flags), gpu).findings
 
     (one,) = [finding for finding in found if planted.says in finding.text]

@@ -23,7 +23,7 @@ GearRead = tuple[Gear | None, list[str]]  # as `read_gear` returns it
 
 
 class Examined(NamedTuple):
-    """What the checks found."""
+    """The findings of the checks."""
 
     job: Job | None
     """The recipe and the gear without their wrong keys, if enough is right."""

@@ -21,7 +21,7 @@ FILE = re.compile(r"([^:]+)(?::(\d+))?: ")
 
 
 class Said(NamedTuple):
-    """What a check says, in the words that a run prints."""
+    """The words of a check, as a run prints them."""
 
     text: str
     """`place: key: what is wrong; what to do`."""

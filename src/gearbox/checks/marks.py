@@ -15,7 +15,6 @@ from gearbox.errors import UserError
 
 Mark = tuple[int, int]  # line and column, from 1
 JSON_TOKEN = re.compile(r'(?P<key>"(?:[^"\\\n]|\\.)*")(?=\s*:)|"(?:[^"\\\n]|\\.)*"|[{}\[\],]')
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # needs libyaml
 
 
 class Marks:
@@ -77,7 +76,7 @@ class Marks:
     @cached_property
     def _root(self) -> yaml.Node | None:
         try:
-            return yaml.compose(self._text, LOADER)
+            return yaml.compose(self._text, yaml.SafeLoader)  # libyaml crashes on deep nesting
         except YAML_ERRORS:
             return None
 

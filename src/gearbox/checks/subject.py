@@ -89,7 +89,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked. A check that needs a job says nothing without one."""
+    """The subject of the checks. A check that needs a job says nothing without one."""
 
     recipe_path: Path
     recipe: Recipe

@@ -91,7 +91,7 @@ def read_yaml(path: Path) -> RawMapping:
 
 
 class RecipeRead(NamedTuple):
-    """What came of reading a recipe."""
+    """The result of reading a recipe."""
 
     recipe: Recipe | None
     """The recipe without its wrong keys; None if too little of it is right."""
