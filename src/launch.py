@@ -25,13 +25,10 @@ Examples:
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from gearbox.config.gear import Gear, gear_names, gear_path, is_flag, load_gear
+from gearbox.checks import agreement
+from gearbox.config.gear import gear_names, gear_path, is_flag, read_gear
 from gearbox.config.gear_keys import BARE_FLAGS, FLAGS, SHORT_FLAGS
-from gearbox.config.job import Job
-from gearbox.config.loader import keys_meant, load_recipe
-from gearbox.config.recipe import Recipe
+from gearbox.config.loader import keys_meant
 from gearbox.errors import UserError, nearest
 from gearbox.launch import cli, supervisor
 from gearbox.launch.topology import node_from_flags
@@ -61,8 +58,8 @@ def main(arguments: list[str]) -> int:
     flags, node = node_from_flags(given_flags)
     recipe_path, overrides = cli.split_arguments([word for word in arguments[1:] if not word.startswith("-")])
     machines = {} if node is None else {"num_machines": str(node.num_machines)}
-    gear, recipe = load_both(path, given_flags | flags | machines, recipe_path, overrides)
-    job = Job.of(recipe_path, recipe, gear)
+    job = agreement.job_of(recipe_path, overrides, read_gear(path, given_flags | flags | machines))
+    recipe, gear = job.recipe, job.gear
     if node is None:
         resume.check_early(job)
     if node is not None and gear.num_processes % node.num_machines:
@@ -110,23 +107,6 @@ def flag_problem(name: str, written: str, value: str, has_value: bool) -> str | 
     if name not in BARE_FLAGS and not has_value:
         return f"write launcher flags as {written}=VALUE"
     return None
-
-
-def load_both(gear_file: Path, flags: dict[str, str], recipe_file: Path, overrides: list[str]) -> tuple[Gear, Recipe]:
-    """Return the gear and the recipe. Raise UserError with the problems of both."""
-    gear = recipe = None
-    problems = []
-    try:
-        recipe = load_recipe(recipe_file, overrides)
-    except UserError as error:
-        problems.append(str(error))
-    try:
-        gear = load_gear(gear_file, flags)
-    except UserError as error:
-        problems.append(str(error))
-    if recipe is None or gear is None:
-        raise UserError("\n".join(problems))
-    return gear, recipe
 
 
 if __name__ == "__main__":

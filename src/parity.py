@@ -24,8 +24,8 @@ from itertools import count
 from pathlib import Path
 
 from gearbox import processes
+from gearbox.checks import agreement
 from gearbox.config.gear import Gear, gear_path, load_gear
-from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.old_keys import OLD_KEYS
 from gearbox.config.recipe import Recipe
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     recipe = load_recipe(recipe_path, overrides)
     check_comparable(recipe, recipe_path)
     for gear in gears:
-        Job.of(recipe_path, recipe, gear)
+        agreement.job_of(recipe_path, overrides, (gear, []))
 
     # torch is imported from here on
     from gearbox import console

@@ -20,7 +20,8 @@ import json
 import os
 import sys
 
-from gearbox.config.loader import load_recipe, rehearsed
+from gearbox.config.job import rehearsed
+from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from gearbox.launch import cli
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import gearbox.launch.lifeline  # noqa: F401  isort: skip  first, so that this process ends with its launcher
 
+from gearbox.checks.agreement import read_job
 from gearbox.config.gear import Gear
 from gearbox.launch import cli, environment
-from gearbox.launch.launched_gear import read_job
 from gearbox.launch.watchdog import Watchdog
 from gearbox.training import resume
 

@@ -6,12 +6,11 @@ import sys
 import pytest
 
 from gearbox import ROOT
-from gearbox.config.compatibility import check_against
 from gearbox.config.gear import load_gear
-from gearbox.config.job import BatchPlan
-from gearbox.config.loader import load_recipe, rehearsed
+from gearbox.config.job import BatchPlan, rehearsed
+from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
-from support.gears import written
+from support.gears import check_against, written
 
 RECIPE = ROOT / "recipes" / "tiny.yaml"
 BATCH = BatchPlan.divide(16, data_parallel=2, micro_rows=2)  # in 4 accumulation steps

@@ -119,6 +119,8 @@ def test_what_only_the_command_line_breaks_is_said_to_be_there(tmp_path):
     )
     assert [line.partition(", ")[0] for line in wrong] == [
         "command line: schedule.warmup: must be below the 10 steps of the run",
+        "command line: data.path: no such file 'no.jsonl'",
+        "eval.path: no such file 'none.txt'",
     ]
     lines = refusal(tmp_path, "data.path=no.jsonl", eval={"path": "none.txt"})
     assert lines == ["command line: data.path: no such file 'no.jsonl'", "eval.path: no such file 'none.txt'"]

@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from gearbox import ROOT
+from gearbox.checks.agreement import job_of
 from gearbox.config.gear import gear_path, load_gear
-from gearbox.config.job import Job, unused_keys_of_data
+from gearbox.config.job import unused_keys_of_data
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from support.corpora import jsonl
@@ -19,7 +20,7 @@ BARE = {
 def hints_of(tmp_path, *overrides: str) -> list[str]:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(BARE))
-    job = Job.of(path, load_recipe(path, list(overrides)), load_gear(gear_path("single"), {}))
+    job = job_of(path, list(overrides), (load_gear(gear_path("single")), []))
     assert all(hint.startswith("command line: ") for hint in job.hints)
     return [hint.removeprefix("command line: ") for hint in job.hints]
 
@@ -57,7 +58,7 @@ def test_a_key_without_effect_is_named(tmp_path, overrides, said):
         "data.text_unit=line data.path=FOLDER",
         "data.text_unit=line data.path=FOLDER/*.txt",
         "eval.fraction=0 eval.samples=0 eval.every=0",
-        "eval.every=5 eval.samples=9 eval.sample_tokens=5",
+        "eval.every=2 eval.samples=9 eval.sample_tokens=5",
         "eval.fraction=0 eval.samples=9 eval.path=FOLDER",
         "schedule.name=wsd schedule.decay=10%",
     ],
@@ -76,12 +77,12 @@ def test_keys_with_effect_are_not_named(tmp_path, overrides):
 )
 def test_a_key_with_effect_under_this_gear_is_not_named(gear, key):
     path = ROOT / "recipes/tiny.yaml"
-    assert Job.of(path, load_recipe(path, [key]), load_gear(gear_path(gear), {})).hints == ()
+    assert job_of(path, [key], (load_gear(gear_path(gear)), [])).hints == ()
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_have_no_unused_keys(recipe):
-    job = Job.of(recipe, load_recipe(recipe, ["run.rehearse=true"]), load_gear(gear_path("single"), {}))
+    job = job_of(recipe, ["run.rehearse=true"], (load_gear(gear_path("single")), []))
     assert job.hints == ()
 
 

@@ -11,7 +11,8 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe, recipe_for_manifest, rehearsed
+from gearbox.config.job import rehearsed
+from gearbox.config.loader import load_recipe, recipe_for_manifest
 from gearbox.config.recipe import Optim, Recipe, Schedule
 from gearbox.errors import UserError
 from gearbox.model.optimizer import learning_rate

@@ -61,11 +61,13 @@ def test_a_command_reports_a_user_error_in_one_line_with_code_2(tmp_path, line, 
 
 def test_launch_reports_an_error_that_only_the_ranks_can_find(tmp_path, chats):
     """An error that all ranks find after torch has started still prints one line and exits with code 2."""
-    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small(tmp_path, chats)} 'model.add_tokens=[<|end|>]'")
+    lines = [*chats.read_text().splitlines(), "no JSON"]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(lines))
+    outcome = shell(f"python src/launch.py ddp --num_processes=2 {small(tmp_path, data)}")
     assert outcome.returncode == 2
-    assert last_line(outcome.stderr) == (
-        "gearbox: model.add_tokens: '<|end|>' is already a token of recipes/tiny; remove it"
-    )
+    said = f"gearbox: {data}:{len(lines)}: is not JSON: Expecting value at column 1"
+    assert last_line(outcome.stderr) == said
     assert not (tmp_path / "runs").exists(), "a half-written folder is left"
 
 

@@ -9,7 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from gearbox.config.adapter_settings import saved_adapter_settings
-from gearbox.config.loader import load_recipe, rehearsed
+from gearbox.config.job import rehearsed
+from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Adapter
 from gearbox.errors import UserError
 from gearbox.model import adapters, loading, random_init

@@ -22,6 +22,7 @@ LAYERS = (
     "launch",
     "kernels",
     "data",
+    "checks",
     "rows",
     "checkpoint",
     "sharding",
@@ -35,7 +36,7 @@ BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"
 MODULES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "numpy"}
-LIGHT = ("", "config", "planning", "launch")  # these report user errors within half a second
+LIGHT = ("", "config", "planning", "launch", "checks")  # these report user errors within half a second
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 # Exceptions outside distributed/ and sharding/, with the reason.
 ENGINES_ELSEWHERE = {
@@ -154,7 +155,7 @@ def test_what_reports_mistakes_imports_nothing_heavy():
 
 @pytest.mark.cold
 @pytest.mark.parametrize(
-    "names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.launch.launched_gear", "gearbox.training.resume"]
+    "names", ["gearbox.config.job, gearbox.launch.watchdog", "gearbox.checks.agreement", "gearbox.training.resume"]
 )
 def test_files_are_checked_without_torch(names):
     code = f"import sys, {names}; print({{*sys.argv}} & {{*sys.modules}})"

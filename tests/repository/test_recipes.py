@@ -12,7 +12,8 @@ import yaml
 
 import schema
 from gearbox import ROOT
-from gearbox.config.loader import load_recipe, recipe_keys, rehearsed
+from gearbox.config.job import rehearsed
+from gearbox.config.loader import load_recipe, recipe_keys
 from gearbox.config.recipe import BUILTIN_TASKS, Recipe
 from gearbox.data import builtin_tasks
 from gearbox.errors import UserError

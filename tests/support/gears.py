@@ -7,6 +7,11 @@ from pathlib import Path
 import yaml
 
 from gearbox import ROOT
+from gearbox.config.compatibility import conflicts
+from gearbox.config.gear import Gear
+from gearbox.config.job import BatchPlan
+from gearbox.config.recipe import Recipe
+from gearbox.errors import UserError
 
 BF16_JSON = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
 
@@ -22,6 +27,12 @@ def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **ch
     path = tmp_path / "gear.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
+
+
+def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> None:
+    """Raise UserError with every conflict, as a run does."""
+    if problems := conflicts(gear, recipe, recipe_path, batch):
+        raise UserError("\n".join(problems))
 
 
 @functools.cache

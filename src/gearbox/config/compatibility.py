@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gearbox.config.gear_keys import DEGREES
-from gearbox.config.loader import RawMapping, has_flash_attention, located
+from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 
@@ -128,8 +128,13 @@ REFUSALS = [
 ]
 
 
-def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> None:
-    """Raise UserError if the gear, its ZeRO JSON or the environment conflicts with the recipe."""
+def has_flash_attention() -> bool:
+    """Return True if a package has the functions of flash_attention_2. kernels downloads them from the Hub."""
+    return any(importlib.util.find_spec(package) is not None for package in ("flash_attn", "kernels"))
+
+
+def conflicts(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -> list[str]:
+    """Return a problem for each conflict of the gear, its ZeRO JSON or the environment with the recipe."""
     problems = _contradictions(gear, recipe, recipe_path, batch)
     if gear.degree("sp") > 1 and recipe.model.attention == "flash_attention_2" and batch.micro_rows > 1:
         text = (
@@ -151,13 +156,11 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
             "kernel on a GPU), or build flash-attn with nvcc"
         )
     problems += [located(text, recipe, recipe_path) for text in of_recipe]
-    problems += [
+    return problems + [
         f"{name}={os.environ[name]} is set in the environment, but {text}; unset it"
         for name, (allowed, text) in _variables(gear, recipe_path, batch).items()
         if os.environ.get(name, "").lower() not in {"", *allowed}
     ]
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def _missing_tools(recipe: Recipe) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +181,18 @@ def gear_path(name: str) -> Path:
 
 def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
     """Read and check a gear. The launcher's `flags` override the file. Raise UserError with every problem."""
-    flags = flags or {}
-    settings, problems = _check(read_yaml(path), GEAR)
+    gear, problems = read_gear(path, flags or {})
+    if gear is None or problems:
+        raise UserError("\n".join(problems))
+    return gear
+
+
+def read_gear(path: Path, flags: Mapping[str, str]) -> tuple[Gear | None, list[str]]:
+    """Return a gear without its wrong keys, or None if too little of it is right, and every problem."""
+    try:
+        settings, problems = _check(read_yaml(path), GEAR)
+    except UserError as error:
+        return None, [str(error)]
     problems = [(name, text) for name, text in problems if _leaf(name) not in flags]
     given, wrong_flags = _read_flags(flags)
     problems += wrong_flags
@@ -191,24 +202,25 @@ def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
     problems += _missing(settings, problems)
     if "distributed_type" in settings:  # without it, or with a wrong one, each key would seem to be out of place
         problems += _wrong_engine(kind, settings, groups, given)
-    if not problems:
-        problems = wrong_degrees(kind, groups["parallelism_config"], settings.get("num_processes", 1))
+    is_usable, num_processes = "distributed_type" in settings, settings.get("num_processes", 1)
+    if wrong := wrong_degrees(kind, groups["parallelism_config"], num_processes):
+        is_usable, problems = False, problems or wrong
     lines = [f"{_place(name, path, flags)}: {text}" for name, text in problems]
     zero_json = zero_path = None
     zero = groups["deepspeed_config"]
+    if kind == "DEEPSPEED":
+        is_usable &= "deepspeed_config_file" in zero
     if kind == "DEEPSPEED" and "deepspeed_config_file" in zero:
         zero_path = _resolve(zero["deepspeed_config_file"], path)
-        try:
-            zero_json = _read_zero_json(zero_path)
-            lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
-            if zero_json["zero_optimization"]["stage"] == 3 and _is_false(zero, "zero3_init_flag"):
-                where = _place("deepspeed_config.zero3_init_flag", path, flags)
-                lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
-        except UserError as error:
-            lines.append(str(error))
-    if lines:
-        raise UserError("\n".join(lines))
-    return Gear(path, settings, zero_json, zero_path, settings.get("num_processes", 1))
+        zero_json, of_json = _read_zero_json(zero_path)
+        lines += [f"{zero_path}: {text}" for text in of_json]
+        if "stage" not in zero_json.get("zero_optimization", {}):
+            return None, lines
+        lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
+        if zero_json["zero_optimization"]["stage"] == 3 and _is_false(zero, "zero3_init_flag"):
+            where = _place("deepspeed_config.zero3_init_flag", path, flags)
+            lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
+    return Gear(path, settings, zero_json, zero_path, num_processes) if is_usable else None, lines
 
 
 def _leaf(name: str) -> str:
@@ -306,20 +318,13 @@ def _wrong_engine(
     kind: str, settings: RawMapping, groups: dict[str, RawMapping], given: RawMapping
 ) -> list[tuple[str, str]]:
     """Return the problems of settings and flags that do not fit this distributed_type."""
-    problems = []
-    for flag in [flag for flag, same in ENGINE_FLAGS.items() if flag in given and kind != same]:
-        problems.append(
-            (flag, f"does not fit this gear, whose distributed_type is {kind}; choose the engine by the gear")
-        )
+    other = f"does not fit this gear, whose distributed_type is {kind}; choose the engine by the gear"
+    problems = [(flag, other) for flag, same in ENGINE_FLAGS.items() if flag in given and kind != same]
     if "use_parallelism_config" in given and not groups["parallelism_config"]:
         problems.append(("use_parallelism_config", "this gear has no parallelism_config; remove it"))
     if settings.get("use_cpu") is True and kind != "NO":
-        problems.append(
-            (
-                "use_cpu",
-                f"true turns {kind} into plain data parallelism; remove it: a CPU run does not need it",
-            )
-        )
+        text = f"true turns {kind} into plain data parallelism; remove it: a CPU run does not need it"
+        problems.append(("use_cpu", text))
     for group, same in (("fsdp_config", "FSDP"), ("deepspeed_config", "DEEPSPEED")):
         if kind != same:
             names = [f"{group}.{name}" for name in groups[group] if name in given] or [group] * bool(groups[group])
@@ -335,13 +340,11 @@ def _wrong_zero(settings: RawMapping, zero: RawMapping) -> list[tuple[str, str]]
     """Return the problems of a gear for ZeRO, apart from its JSON."""
     problems = []
     if "mixed_precision" in settings:
-        problems.append(
-            ("mixed_precision", "belongs in the ZeRO JSON (bf16.enabled); Accelerate allows only one of the two")
-        )
+        text = "belongs in the ZeRO JSON (bf16.enabled); Accelerate allows only one of the two"
+        problems.append(("mixed_precision", text))
     if "deepspeed_config_file" not in zero:
-        problems.append(
-            ("deepspeed_config.deepspeed_config_file", "must name a JSON file such as ds_configs/zero3.json")
-        )
+        text = "must name a JSON file such as ds_configs/zero3.json"
+        problems.append(("deepspeed_config.deepspeed_config_file", text))
     if settings.get("num_machines", 1) > 1 and zero.get("deepspeed_multinode_launcher") != "standard":
         problems.append(("deepspeed_config.deepspeed_multinode_launcher", "must be standard for several machines"))
     return problems
@@ -361,25 +364,24 @@ def _resolve(name: str, gear_path: Path) -> Path:
     return path if here else gear_path.resolve().parent.parent / path
 
 
-def _read_zero_json(path: Path) -> RawMapping:
-    """Read and check a ZeRO JSON. Raise UserError with every problem."""
+def _read_zero_json(path: Path) -> tuple[RawMapping, list[str]]:
+    """Return a ZeRO JSON without its wrong keys, and every problem."""
+    twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> RawMapping:
-        content: RawMapping = {}
-        for name, value in pairs:
-            if name in content:
-                raise UserError(f"{path}: duplicate key {name!r}; keep one")
-            content[name] = value
-        return content
+        twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return dict(pairs)
 
     try:
         content = json.loads(read_text(path), object_pairs_hook=unique)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        return {}, ["no such file"]
+    except UserError as error:
+        return {}, [str(error).removeprefix(f"{path}: ")]
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: invalid JSON: {error}") from None
+        return {}, [f"invalid JSON: {error}"]
     if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, found {type(content).__name__}")
+        return {}, [f"must be a JSON object, found {type(content).__name__}"]
     kept, problems = _check(content, ZERO_JSON)
     stage = "zero_optimization.stage"
     reported = {name for name, _ in problems}
@@ -394,6 +396,4 @@ def _read_zero_json(path: Path) -> RawMapping:
             group = kept.get("data_types", {}) if "." in name else kept
             if _leaf(name) not in group and name not in reported:
                 problems.append((name, f"must be fp32; otherwise DeepSpeed {does} the gradients in bf16"))
-    if problems:
-        raise UserError("\n".join(f"{path}: {name}: {text}" for name, text in problems))
-    return kept
+    return kept, [f"duplicate key {name!r}; keep one" for name in twice] + [f"{n}: {text}" for n, text in problems]

@@ -1,16 +1,22 @@
-"""Combine a recipe and a gear into a job, checked without torch, and find keys that have no effect in it."""
+"""Combine a recipe and a gear into a job, shorten it for a rehearsal, and find keys that have no effect in it."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gearbox.config.compatibility import check_against
+from gearbox import processes
+from gearbox.config.compatibility import conflicts, has_flash_attention
 from gearbox.config.gear import EngineName, Gear
-from gearbox.config.loader import is_local, located, matches, rehearsed
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.config.loader import is_local, matches
+from gearbox.config.recipe import BUILTIN_TASKS, ONE_OF, Recipe
+from gearbox.config.recipe_values import listed
+from gearbox.errors import UserError
+
+REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,19 @@ class Job:
     @classmethod
     def of(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
         """Combine a recipe and a gear. Raise UserError with every reason why they cannot be combined."""
-        unused = [located(line, recipe, recipe_path) for line in unused_keys(recipe, gear)]
+        job = cls.unchecked(recipe_path, recipe, gear, hints)
+        if problems := conflicts(job.gear, job.recipe, recipe_path, job.batch):
+            raise UserError("\n".join(problems))
+        return job
+
+    @classmethod
+    def unchecked(cls, recipe_path: Path, recipe: Recipe, gear: Gear, hints: Sequence[str] = ()) -> Job:
+        """Combine a recipe and a gear, which `gearbox.checks` compares."""
         full_size = recipe if recipe.run.rehearse else None
         if full_size is not None:
             recipe = rehearsed(recipe, gear.data_parallel)
         batch = BatchPlan.divide(recipe.batch.rows, gear.data_parallel, recipe.batch.micro_rows)
-        check_against(gear, recipe, recipe_path, batch)
-        return cls(recipe_path, recipe, gear, batch, (*hints, *unused), full_size)
+        return cls(recipe_path, recipe, gear, batch, tuple(hints), full_size)
 
     @property
     def run_name(self) -> str:
@@ -152,3 +164,53 @@ def _may_be_text(path: str) -> bool:
         found.suffix.lower() == ".txt" or (found.is_dir() and any(found.rglob("*.[tT][xX][tT]")))
         for found in matches(path)
     )
+
+
+def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
+    """Return the recipe for a rehearsal on this many data-parallel ranks.
+
+    Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
+    Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
+    that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
+    packages and a GPU.
+    """
+    model: dict[str, Any] = {"init": "random"}
+    has_gpu = processes.num_visible_gpus() > 0
+    if recipe.model.attention == "flash_attention_2" and not (has_gpu and has_flash_attention()):
+        model["attention"] = "auto"
+    perf: dict[str, Any] = {}
+    if recipe.perf.kernels == "liger" and not (has_gpu and importlib.util.find_spec("liger_kernel")):
+        perf["kernels"] = "auto"
+    if not (has_gpu and importlib.util.find_spec("torchao")):
+        perf["float8"] = False
+    changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
+    changes["perf"] = recipe.perf.model_copy(update=perf)
+    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
+    are_local = all(is_local(source.path) for source in recipe.data.sources)
+    if not are_local:
+        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
+    evaluated = listed(recipe.eval.path or [])
+    if evaluated and not (are_local and all(is_local(source.path) for source in evaluated)):
+        changes["eval"] = recipe.eval.model_copy(update={"path": None})
+    return _shortened(recipe.model_copy(update=changes), data_parallel)
+
+
+def _shortened(recipe: Recipe, data_parallel: int) -> Recipe:
+    """Return the recipe with few steps and few rows, apart from what the command line gives."""
+    batch, train, given = recipe.batch, recipe.train, recipe.given
+    sizes: dict[str, int] = {}
+    rows = max(REHEARSED_ROWS, 2 * data_parallel)
+    if batch.rows > rows and "batch.rows" not in given:
+        sizes = {"rows": rows, "micro_rows": min(batch.micro_rows, rows // (2 * data_parallel))}
+    if all(source.path == BUILTIN_TASKS for source in recipe.data.sources):
+        sizes["row_tokens"] = min(batch.row_tokens, REHEARSED_TOKENS)
+    sizes = {key: size for key, size in sizes.items() if f"batch.{key}" not in given}
+    if given.isdisjoint(ONE_OF):
+        train = train.model_copy(update={"steps": min(train.steps or REHEARSED_STEPS, REHEARSED_STEPS), "epochs": None})
+    schedule = recipe.schedule
+    if train.steps is not None and isinstance(schedule.warmup, int) and schedule.warmup >= train.steps:
+        schedule = schedule.model_copy(update={"warmup": train.steps // 4})
+    if train.steps is not None and isinstance(schedule.decay, int):
+        schedule = schedule.model_copy(update={"decay": min(schedule.decay, train.steps // 4)})
+    changes = {"batch": batch.model_copy(update=sizes), "train": train, "schedule": schedule}
+    return recipe.model_copy(update=changes)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 from collections.abc import Callable, Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from gearbox import processes
 from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.old_keys import OLD_KEYS, OldKey, for_manifest, new_value, renamed
 from gearbox.config.other_names import FIRST_KEYS, advice_on_key, advice_on_value, key_of
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RECIPE = Path("recipes/tiny.yaml")
 COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
-REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 MAX_BYTES = 2**20  # of a file of settings
 
@@ -93,45 +90,83 @@ def read_yaml(path: Path) -> RawMapping:
     return content
 
 
+class RecipeRead(NamedTuple):
+    """The result of reading a recipe."""
+
+    recipe: Recipe | None
+    """The recipe without its wrong keys; None if too little of it is right."""
+    problems: list[str]
+    hints: list[str]
+    """A line for each place that uses an old key, and for each key of the file that gives way."""
+
+
 def load_recipe(
     path: Path, overrides: list[str] | None = None, hint: Callable[[str], None] = lambda text: None
 ) -> Recipe:
     """Load the recipe at `path` with `key.sub=value` overrides. Raise UserError with every problem at once.
 
-    Call `hint` with one line for each place that uses an old key, and for each key of the file that gives way.
+    Call `hint` with each hint of `RecipeRead`.
     """
-    written = read_yaml(path)
-    content, old_keys = renamed(written)
-    old_places = [(str(path), key) for key in old_keys]
-    in_file = deepcopy(content)
-    given = Given.apply(content, overrides or [])
-    old_places += [(COMMAND_LINE, key) for key in given.old_keys]
-    recipe, problems = _checked(content, given.keys)
-    if recipe is None or problems or given.problems:
-        of_file = _checked(in_file, frozenset())[1] if overrides else problems
-        places = [path if problem in of_file else COMMAND_LINE for problem in problems]
-        lines = [f"{COMMAND_LINE}: {problem}" for problem in given.problems]
-        lines += [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True)]
-        raise UserError("\n".join(lines))
-    for place, key in old_places:
-        hint(f"{place}: {key.old} is now {key.new}, which {key.advice}")
-    for replaced in given.replaced:
-        hint(f"{COMMAND_LINE}: {replaced} of {path}")
+    recipe, problems, hints = read_recipe(path, overrides or [])
+    if recipe is None or problems:
+        raise UserError("\n".join(problems))
+    for line in hints:
+        hint(line)
     return recipe
 
 
+def read_recipe(path: Path, overrides: list[str]) -> RecipeRead:
+    """Read the recipe at `path` with `key.sub=value` overrides."""
+    try:
+        written = read_yaml(path)
+    except UserError as error:
+        return RecipeRead(None, [str(error)], [])
+    content, old_keys = renamed(written)
+    old_places = [(str(path), key) for key in old_keys]
+    in_file = deepcopy(content)
+    given = Given.apply(content, overrides)
+    old_places += [(COMMAND_LINE, key) for key in given.old_keys]
+    recipe, problems = _checked(content, given.keys)
+    of_file = _checked(in_file, frozenset())[1] if overrides else problems
+    places = [path if problem in of_file else COMMAND_LINE for problem in problems]
+    lines = [f"{COMMAND_LINE}: {problem}" for problem in given.problems]
+    lines += [f"{place}: {problem}" for place, problem in zip(places, problems, strict=True)]
+    hints = [f"{place}: {key.old} is now {key.new}, which {key.advice}" for place, key in old_places]
+    hints += [f"{COMMAND_LINE}: {replaced} of {path}" for replaced in given.replaced]
+    return RecipeRead(recipe, lines, hints)
+
+
 def _checked(content: RawMapping, given: frozenset[str]) -> tuple[Recipe | None, list[str]]:
-    """Return the recipe with this content, if its keys and values are right, and every problem."""
+    """Return the recipe with the right keys of this content, if they are enough, and every problem."""
+    problems = []
     try:
         recipe = Recipe.model_validate(content, context=given)
     except ValidationError as error:
-        return None, [_explain(details) for details in error.errors()]
-    problems = []
+        problems = [_explain(details) for details in error.errors()]
+        try:
+            recipe = Recipe.model_validate(_without(content, error.errors()), context=given)
+        except ValidationError:
+            return None, problems
+        return recipe, problems + _missing_files(recipe)
     try:
         recipe = _with_saved_adapter(recipe)
     except ValueError as error:
         problems.append(str(error))
     return recipe, problems + _missing_files(recipe)
+
+
+def _without(content: RawMapping, errors: list[ErrorDetails]) -> RawMapping:
+    """Return the content without the keys that pydantic rejects."""
+    content = deepcopy(content)
+    for details in errors:
+        place, keys = content, [str(part) for part in details["loc"]]
+        if not keys:  # of a check of the whole recipe, whose message begins with the key
+            keys = details["msg"].removeprefix("Value error, ").partition(":")[0].split(".")
+        while keys[1:] and isinstance(place.get(keys[0]), dict):
+            place = place[keys.pop(0)]
+        if details["type"] != "missing":
+            place.pop(keys[0], None)
+    return content
 
 
 def located(line: str, recipe: Recipe, path: Path) -> str:
@@ -335,58 +370,3 @@ def keys_meant(name: str) -> list[str]:
     """Return the recipe's keys or groups with this name, or the one that other trainers call so."""
     exact = [known for known in [*recipe_keys(), *Recipe.model_fields] if f".{known}".endswith(f".{name}")]
     return exact or [*filter(None, [key_of(name)])]
-
-
-def has_flash_attention() -> bool:
-    """Return True if a package has the functions of flash_attention_2. kernels downloads them from the Hub."""
-    return any(importlib.util.find_spec(package) is not None for package in ("flash_attn", "kernels"))
-
-
-def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
-    """Return the recipe for a rehearsal on this many data-parallel ranks.
-
-    Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
-    Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
-    that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
-    packages and a GPU.
-    """
-    model: dict[str, Any] = {"init": "random"}
-    has_gpu = processes.num_visible_gpus() > 0
-    if recipe.model.attention == "flash_attention_2" and not (has_gpu and has_flash_attention()):
-        model["attention"] = "auto"
-    perf: dict[str, Any] = {}
-    if recipe.perf.kernels == "liger" and not (has_gpu and importlib.util.find_spec("liger_kernel")):
-        perf["kernels"] = "auto"
-    if not (has_gpu and importlib.util.find_spec("torchao")):
-        perf["float8"] = False
-    changes: dict[str, Any] = {"model": recipe.model.model_copy(update=model)}
-    changes["perf"] = recipe.perf.model_copy(update=perf)
-    changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
-    are_local = all(is_local(source.path) for source in recipe.data.sources)
-    if not are_local:
-        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
-    evaluated = listed(recipe.eval.path or [])
-    if evaluated and not (are_local and all(is_local(source.path) for source in evaluated)):
-        changes["eval"] = recipe.eval.model_copy(update={"path": None})
-    return _shortened(recipe.model_copy(update=changes), data_parallel)
-
-
-def _shortened(recipe: Recipe, data_parallel: int) -> Recipe:
-    """Return the recipe with few steps and few rows, apart from what the command line gives."""
-    batch, train, given = recipe.batch, recipe.train, recipe.given
-    sizes: dict[str, int] = {}
-    rows = max(REHEARSED_ROWS, 2 * data_parallel)
-    if batch.rows > rows and "batch.rows" not in given:
-        sizes = {"rows": rows, "micro_rows": min(batch.micro_rows, rows // (2 * data_parallel))}
-    if all(source.path == BUILTIN_TASKS for source in recipe.data.sources):
-        sizes["row_tokens"] = min(batch.row_tokens, REHEARSED_TOKENS)
-    sizes = {key: size for key, size in sizes.items() if f"batch.{key}" not in given}
-    if given.isdisjoint(ONE_OF):
-        train = train.model_copy(update={"steps": min(train.steps or REHEARSED_STEPS, REHEARSED_STEPS), "epochs": None})
-    schedule = recipe.schedule
-    if train.steps is not None and isinstance(schedule.warmup, int) and schedule.warmup >= train.steps:
-        schedule = schedule.model_copy(update={"warmup": train.steps // 4})
-    if train.steps is not None and isinstance(schedule.decay, int):
-        schedule = schedule.model_copy(update={"decay": min(schedule.decay, train.steps // 4)})
-    changes = {"batch": batch.model_copy(update=sizes), "train": train, "schedule": schedule}
-    return recipe.model_copy(update=changes)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from markupsafe import escape
 
+from gearbox.data.records import NO_TEMPLATE
 from gearbox.data.row_formats import Chat, InvalidRecord, JsonObject, Turn
 from gearbox.data.sources import JSON
 from gearbox.errors import UserError, one_line
@@ -174,10 +175,7 @@ class ChatTemplate:
             try:
                 template = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
             except ValueError:
-                raise UserError(
-                    "model.name: the data has chats, but the tokenizer has no chat template; use an "
-                    "instruction-tuned model, or set data.chat_template to a template file"
-                ) from None
+                raise UserError(NO_TEMPLATE) from None
             template = CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
             if re.search(r"strftime_now\s*\(", template):
                 raise UserError(

@@ -30,6 +30,7 @@ from gearbox.data.chat_rendering import (
     check_tools,
     common_prefix,
 )
+from gearbox.data.records import NO_END
 from gearbox.data.row_formats import Chat, InvalidRecord, Turn
 from gearbox.errors import UserError
 
@@ -98,7 +99,7 @@ class ChatTokenizer:
         """Yield each text tokenized, with the tokenizer's start tokens before it and end-of-text after it."""
         end = self.tokenizer.eos_token_id
         if texts and end is None:
-            raise UserError("model.name: the tokenizer has no end-of-text token to separate documents")
+            raise UserError(NO_END)
         for encoding in self.backend.encode_batch(texts):
             ids = encoding.ids
             tokens = np.array(ids if ids[-1:] == [end] else [*ids, end], np.int32)

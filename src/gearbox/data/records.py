@@ -12,6 +12,11 @@ from gearbox.data.row_formats import FieldNames, JsonObject
 from gearbox.data.sources import Origin, Record, Unreadable, parse_json
 
 NO_FORM = "no form"
+NO_TEMPLATE = (
+    "model.name: the data has chats, but the tokenizer has no chat template; use an instruction-tuned model, or set "
+    "data.chat_template to a template file"
+)
+NO_END = "model.name: the tokenizer has no end-of-text token to separate documents"
 NO_NAMES = FieldNames("text", {}, {})  # for records before the first object, which are rejected before names matter
 
 

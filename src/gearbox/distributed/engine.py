@@ -243,7 +243,7 @@ def create_accelerator(job: Job, has_unreached: bool = False) -> Accelerator:
     options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
         num_steps=job.batch.accumulation_steps, sync_with_dataloader=False, sync_each_batch=gear.engine == "fsdp"
     )
-    # This variable would override the plugin; compatibility.check_against has already checked it.
+    # This variable would override the plugin; compatibility.conflicts has already reported it.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     if gear.engine == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin

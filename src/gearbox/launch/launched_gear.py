@@ -8,25 +8,21 @@ from pathlib import Path
 from gearbox import ROOT
 from gearbox.config.gear import Gear, load_gear
 from gearbox.config.gear_keys import BARE_FLAGS, SHORT_FLAGS
-from gearbox.config.job import Job
-from gearbox.config.loader import load_recipe
-from gearbox.launch.cli import split_arguments
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.processes import launcher_command
 
 LAUNCHERS = {"accelerate-launch", "accelerate.commands.launch", "launch.py"}
 
 
-def read_job(arguments: list[str], gear: Gear | None = None) -> Job:
-    """Read the recipe, the overrides and the launcher's gear. Raise UserError for every mistake in these files."""
-    recipe_path, overrides = split_arguments(arguments)
-    hints: list[str] = []
-    recipe = load_recipe(recipe_path, overrides, hints.append)
-    return Job.of(recipe_path, recipe, gear or find_gear(), hints)
-
-
 def find_gear() -> Gear:
-    """Return this process's gear: the config file on the launcher's command line, or Accelerate's default file.
+    """Return this process's gear. Raise UserError with every problem."""
+    return load_gear(*gear_file())
+
+
+def gear_file() -> tuple[Path, dict[str, str]]:
+    """Return the file of this process's gear, and the launcher's flags.
+
+    It is the config file on the launcher's command line, or Accelerate's default file.
 
     Without Accelerate's launcher, the gear is single. Under torchrun it is ddp, even with one rank, because an elastic
     job may have more ranks later.
@@ -34,14 +30,14 @@ def find_gear() -> Gear:
     command = launcher_command()
     flags = _launcher_flags(command) if command else {}
     if "config_file" in flags:
-        return load_gear(Path(flags["config_file"]), flags)
+        return Path(flags["config_file"]), flags
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
     default = Path(os.environ.get("HF_HOME", cache / "huggingface"), "accelerate", "default_config.yaml").expanduser()
     if command and default.is_file():
-        return load_gear(default, flags)
+        return default, flags
     launched = LaunchEnvironment.read()
     name = "ddp" if launched.is_elastic or launched.size != 1 else "single"
-    return load_gear(ROOT / "accelerate_configs" / f"{name}.yaml", {"num_processes": str(launched.size)} | flags)
+    return ROOT / "accelerate_configs" / f"{name}.yaml", {"num_processes": str(launched.size)} | flags
 
 
 def _launcher_flags(command: list[str]) -> dict[str, str]:

@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from gearbox.checks.model import no_such_module
 from gearbox.config.adapter_settings import WEIGHTS, SavedAdapter, read_adapter_config, saved_adapter_settings
 from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
-from gearbox.errors import UserError, nearest, one_line
+from gearbox.errors import UserError, one_line
 from gearbox.model.pretrained import Pretrained
 from gearbox.sharding.full_parameters import copy_full_
 from gearbox.sharding.unwrap import decoder_of, is_composite, without_adapter
@@ -353,7 +354,4 @@ def _check_targets(adapter: Adapter, adapted: Iterable[str], names: list[str]) -
     ends = [f".{name}" for name in adapted]
     if unmatched := [name for name in adapter.targets if not any(end.endswith(f".{name}") for end in ends)]:
         known = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
-        raise UserError(
-            "adapter.targets: no module of the model is named "
-            + " or ".join(f"{name!r}{nearest(name, known)}" for name in unmatched)
-        )
+        raise UserError(no_such_module(unmatched, known))

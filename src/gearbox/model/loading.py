@@ -22,6 +22,7 @@ from transformers import (
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from gearbox import ROOT
+from gearbox.checks.model import known_token
 from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
@@ -71,7 +72,7 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if known := [token for token in model.add_tokens if token in tokenizer.get_vocab()]:
-        raise UserError(f"model.add_tokens: {known[0]!r} is already a token of {model.name}; remove it")
+        raise UserError(known_token(known[0], model.name))
     tokenizer.add_tokens([transformers.AddedToken(token, normalized=False) for token in model.add_tokens])
     return tokenizer
 

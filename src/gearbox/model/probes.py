@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gearbox.checks.model import longer_than_trained, too_long_for_table
 from gearbox.distributed import pipeline_stages
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError, one_line_with_type
@@ -315,17 +316,7 @@ def check_row_tokens(config: PretrainedConfig, row_tokens: int, limit: int | Non
     Raise UserError if they are longer than its table of positions: `limit`, from `num_positions`.
     """
     text = config.get_text_config(decoder=True)
-    if limit is not None and row_tokens > limit:
-        keys = [key for key, value in vars(text).items() if value == limit and "position" in key]
-        named = f"{keys[0]} in its config.json" if keys else "the size of its table"
-        raise UserError(
-            f"batch.row_tokens: rows of {row_tokens:,} tokens, but {config.model_type} has {limit:,} positions "
-            f"({named}); use {limit} or less"
-        )
-    trained = getattr(text, "max_position_embeddings", None)
-    if limit is None and isinstance(trained, int) and 0 < trained < row_tokens:
-        return (
-            f"batch.row_tokens: rows of {row_tokens:,} tokens are longer than the {trained:,} positions that "
-            f"{config.model_type} was trained with (max_position_embeddings in its config.json)"
-        )
-    return None
+    keys = [key for key, value in vars(text).items() if value == limit and "position" in key]
+    if problem := too_long_for_table(config.model_type, row_tokens, limit, keys[0] if keys else None):
+        raise UserError(problem)
+    return longer_than_trained(text, row_tokens, limit)

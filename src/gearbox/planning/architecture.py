@@ -281,7 +281,7 @@ def text_config(config: Config) -> Config:
 
 def read_config(model: Model) -> Config | None:
     """Return the config.json of a model's folder, of the Hub's cache or of recipes/architectures; None without one."""
-    for path in _places(model):
+    for path in places(model):
         if path.is_file():
             try:
                 content = json.loads(path.read_text())
@@ -305,7 +305,7 @@ def model_of_size(text: str) -> str:
     raise UserError(f"--params: {text!r} is no known size; the models of recipes/architectures have {sizes}")
 
 
-def _places(model: Model) -> Iterator[Path]:
+def places(model: Model) -> Iterator[Path]:
     """Yield where the config.json of a model may be."""
     yield Path(model.name) / "config.json"
     cache = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")

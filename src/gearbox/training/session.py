@@ -126,7 +126,8 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     config = origin.config()
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     num_positions = probes.num_positions(config)
-    if hint := probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions):
+    hint = probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions)
+    if hint is not None and not any(hint in said for said in job.hints):  # a model in reach was checked at the start
         world.screen.print(f"hint: {hint}")
     fit = _check_memory(config, job, world)
     if recipe.model.init == "pretrained":

@@ -1,0 +1,86 @@
+"""Check the first records of local data: they have known fields, and can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from gearbox.checks.finding import Said, Severity
+from gearbox.config.loader import is_url, matches
+from gearbox.config.recipe import BUILTIN_TASKS, Data
+from gearbox.config.recipe_values import Source
+from gearbox.data import row_formats, sources
+from gearbox.data.records import RecordReader
+from gearbox.data.row_formats import InvalidRecord
+from gearbox.data.sources import Origin, Unreadable, parse_json
+from gearbox.errors import UserError
+
+if TYPE_CHECKING:
+    from gearbox.checks.subject import Subject
+
+MAX_FILES, MAX_RECORDS = 8, 5  # of a source, of a file
+LEFT_TO_THE_RUN = ("state.json", "dataset_dict.json", "index.json")  # of saved datasets and prepared shards
+
+
+@dataclass
+class FirstRecords:
+    """The first records of a file, or of a source whose files are not found yet."""
+
+    key: str
+    """The recipe key that gives the source."""
+    data: Data
+    source: Source
+    form: str | None = None
+    problems: list[tuple[str, Severity]] = field(default_factory=list)
+
+    def of_each_file(self) -> list[FirstRecords]:
+        """Read the first records of each file of this source."""
+        path = self.source.path
+        found = [] if is_url(path) else matches(path)
+        if path != BUILTIN_TASKS and not found:  # on the Hub, or missing, which the recipe's reader reports
+            return []
+        if any((one / name).exists() for one in found for name in LEFT_TO_THE_RUN):
+            return []
+        try:
+            origins = sources.find([self.source])
+        except UserError as error:
+            self.problems.append((str(error), "problem"))
+            return [self]
+        return [self._read(origin) for origin in origins[:MAX_FILES]]
+
+    def _read(self, origin: Origin) -> FirstRecords:
+        found = FirstRecords(self.key, self.data, self.source)
+        try:
+            for item in islice(RecordReader([origin], self.data).items(), MAX_RECORDS):
+                value = parse_json(item.record.value)
+                found.form = found.form or (None if isinstance(value, Unreadable) else item.names.form)
+                if reason := _reason(value, item.names):
+                    severity: Severity = "problem" if self.data.on_bad_row == "stop" else "hint"
+                    found.problems.append((f"{origin.location(item.record.number)}: {reason}", severity))
+                    break
+        except UserError as error:
+            found.problems.append((str(error), "problem"))
+        return found
+
+
+def _reason(value: sources.JSON | Unreadable, names: row_formats.FieldNames) -> str | None:
+    """Return why a record cannot be used, or None if it can."""
+    if isinstance(value, Unreadable):
+        return value.reason
+    try:
+        row_formats.read(value, names)
+    except InvalidRecord as error:
+        return str(error)
+    return None
+
+
+def records(subject: Subject) -> Iterator[Said]:
+    """Check the first records of each file. The run checks all of them."""
+    for found in subject.first_records:
+        for text, severity in found.problems:
+            if text.startswith("data."):
+                yield subject.say(text.replace("data.path", found.key, 1), severity)
+            else:
+                yield Said(text, severity)

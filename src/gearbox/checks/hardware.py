@@ -1,0 +1,89 @@
+"""Compare precision and memory with the GPU that is named or found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from gearbox.checks.finding import Said
+from gearbox.errors import UserError
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.gpus import GIB, gpu_named
+from gearbox.planning.memory import predict
+
+if TYPE_CHECKING:
+    from gearbox.checks.subject import Subject
+
+BF16_SINCE, FLOAT8_SINCE = 8.0, 8.9
+# Compute capabilities, by a part of the name.
+CAPABILITIES = {
+    "V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A6000": 8.6, "RTX 3090": 8.6, "L4": 8.9, "RTX 4090": 8.9,
+    "H100": 9.0, "H200": 9.0, "B200": 10.0, "RTX 5090": 12.0,
+}  # fmt: skip
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    capability: float | None
+    """Compute capability; None if the name does not give it."""
+
+    @classmethod
+    def named(cls, name: str) -> Gpu:
+        """Return the GPU with this name, such as A100-40GB, T4 or 24GB. Raise UserError for an unknown one."""
+        known = gpu_named(name)
+        found = [part for part in CAPABILITIES if known.name.replace("-", " ").startswith(part)]
+        return cls(known.name, known.memory, CAPABILITIES[max(found, key=len)] if found else None)
+
+
+def precision(subject: Subject) -> Iterator[Said]:
+    """Check that the GPU computes in the gear's precision, and that fp32 is meant."""
+    job, gpu = subject.job, subject.gpu
+    if job is None:
+        return
+    gear = job.gear
+    path, key = (gear.path, "mixed_precision") if gear.zero_path is None else (gear.zero_path, "bf16.enabled")
+    bf16, fp32 = ("bf16", '"no"') if gear.zero_path is None else ("true", "false")
+    is_set = "mixed_precision" in gear.settings or "enabled" in (gear.zero_json or {}).get("bf16", {})
+    if gear.precision == "no" and not is_set:
+        yield Said(
+            f"{path}: {key}: is not set, so a GPU computes in fp32; set {bf16}, or {fp32} if you want fp32", "hint"
+        )
+    elif gear.precision == "no" and gpu is not None:
+        text = f"is {fp32}, so {gpu.name} computes in fp32, with twice the memory for activations; set {bf16}"
+        yield Said(f"{path}: {key}: {text}", "hint")
+    if gpu is None or gpu.capability is None:
+        return
+    found = f"{gpu.name} has compute capability {gpu.capability}"
+    if gear.precision == "bf16" and gpu.capability < BF16_SINCE:
+        if gear.shares_rows:
+            text = f"ranks that share rows need compute capability {BF16_SINCE}, and {found}; use"
+            yield Said(f"{gear.path}: {text} accelerate_configs/fsdp.yaml", key="parallelism_config")
+        text = f"is {bf16}, but {found}: bf16 is slow below {BF16_SINCE}; set {fp32}, or use a newer GPU"
+        yield Said(f"{path}: {key}: {text}", "hint")
+    if subject.recipe.perf.float8 and gpu.capability < FLOAT8_SINCE:
+        yield subject.say(f"perf.float8: needs compute capability {FLOAT8_SINCE}, and {found}; use false")
+
+
+def plan(subject: Subject) -> Iterator[Said]:
+    """Check that the run fits on the GPU, by the plan of src/plan.py."""
+    job, gpu, config = subject.job, subject.gpu, subject.model.config
+    if job is None or gpu is None or config is None or subject.recipe.run.rehearse:
+        return
+    try:
+        prediction = predict(Architecture.of(config), job)
+    except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # a family without a closed form, or a size that is no number
+    states, peak = prediction.state_bytes > gpu.memory, prediction.peak_bytes > gpu.memory
+    if states or peak:
+        needed = f"{(prediction.state_bytes if states else prediction.peak_bytes) / GIB:.1f} GiB on each GPU"
+        what = f"weights, gradients and optimizer take {needed}" if states else f"a step takes {needed}"
+        gpus = f"--gpu={gpu.name} --gpus={job.gear.num_processes}"
+        yield subject.say(
+            f"model.name: {what}, and {gpu.name} has {gpu.memory / GIB:.1f} GiB; run python src/plan.py "
+            f"{job.recipe_path} {gpus} for what fits",
+            "problem" if states else "hint",
+        )

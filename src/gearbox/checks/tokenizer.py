@@ -1,0 +1,146 @@
+"""Check chat template and special tokens, from the tokenizer's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gearbox.checks.finding import Said
+from gearbox.data.records import NO_END, NO_TEMPLATE
+from gearbox.errors import one_line
+from gearbox.filesystem import read_limited
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2.sandbox import SandboxedEnvironment
+
+    from gearbox.checks.subject import Subject
+
+MAX_TEMPLATE_BYTES = 2**20
+GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
+QUESTION, ANSWER = "\U00020000" * 4, "\U00020001" * 4  # characters that no template writes
+
+
+class Template(NamedTuple):
+    """A chat template and its place."""
+
+    path: Path
+    text: str
+    key: str = ""
+    """Its key in a JSON file."""
+
+
+def template(subject: Subject) -> Iterator[Said]:
+    """Check that chats have a template, that it can be parsed, and that it ends answers with a token."""
+    if subject.recipe.run.rehearse and subject.recipe.data.chat_template is None:
+        return
+    has_chats = any(found.form not in (None, "text") for found in subject.first_records)
+    found = _template_of(subject)
+    if found is None:
+        if has_chats and subject.model.folder is not None and subject.recipe.data.chat_template is None:
+            yield subject.say(NO_TEMPLATE)
+        return
+    from jinja2 import TemplateSyntaxError
+
+    where = f"{found.path}: {found.key}: " if found.key else f"{found.path}: "
+    try:
+        environment = _environment()
+        parsed = environment.from_string(GENERATION.sub("", found.text))
+    except TemplateSyntaxError as error:
+        where = where if found.key else f"{found.path}:{error.lineno}: "
+        text = f"{where}the chat template cannot be parsed: {one_line(error)}; correct it, or set data.chat_template"
+        yield Said(text, "problem" if has_chats else "hint")
+        return
+    end = _end_of_answer(parsed, subject) if has_chats else None
+    if end is not None:
+        yield Said(
+            f"{where}the chat template ends an answer with {end[:40]!r}, which is no token of the tokenizer; use "
+            "model.add_tokens, or data.supervise=last",
+            "hint",
+        )
+
+
+def _template_of(subject: Subject) -> Template | None:
+    """Return the template of the recipe, or else of the model's folder."""
+    folder, given = subject.model.folder, subject.recipe.data.chat_template
+    paths = [Path(given)] if given is not None else [] if folder is None else [folder / "chat_template.jinja"]
+    for path in paths:
+        with suppress(OSError, UnicodeDecodeError):
+            return Template(path, read_limited(path, MAX_TEMPLATE_BYTES).decode())
+    if given is not None or folder is None:
+        return None
+    written = subject.model.tokenizer_config.get("chat_template")
+    if isinstance(written, list):  # one for each use
+        named = [one for one in written if isinstance(one, dict)]
+        written = next((one.get("template") for one in named if one.get("name") == "default"), None)
+    return Template(folder / "tokenizer_config.json", written, "chat_template") if isinstance(written, str) else None
+
+
+def _environment() -> SandboxedEnvironment:
+    """Return an environment that parses what transformers parses."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["strftime_now"] = lambda form: form
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _end_of_answer(parsed: jinja2.Template, subject: Subject) -> str | None:
+    """Return what the template writes after an answer, if that has no token at which a model can stop."""
+    tokens = {*subject.model.added, *subject.recipe.model.add_tokens}
+    special = {name: subject.model.special(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    given = {name: token for name, token in special.items() if token is not None}
+    try:
+        text = parsed.render(messages=messages, add_generation_prompt=False, **given)
+    except Exception:  # a template is code that can raise anything; the run reports it for the user's own chats
+        return None
+    after = text.partition(ANSWER)[2]
+    if not tokens or not text.count(ANSWER) or not after.strip():
+        return None
+    if any(token in after for token in tokens) or (special["eos_token"] or "\0") in after:
+        return None
+    return str(after.strip())
+
+
+def tokens(subject: Subject) -> Iterator[Said]:
+    """Check that the model has a row for each token, and that plain text has an end."""
+    model = subject.model
+    if subject.recipe.run.rehearse or model.folder is None:
+        return
+    ids, special = model.token_ids, {name: model.special(name) for name in ("eos_token", "pad_token", "bos_token")}
+    if ids and special["eos_token"] is None and any(found.form == "text" for found in subject.first_records):
+        yield subject.say(NO_END)
+    path = model.folder / "tokenizer_config.json"
+    for name, token in special.items():
+        if ids and token is not None and token not in ids:
+            text = f"{token!r} is no token of tokenizer.json, so it is added, without a trained embedding"
+            yield Said(f"{path}: {name}: {text}; use one of its tokens", "hint")
+    vocab_size = getattr(subject.config, "vocab_size", None)
+    if ids and isinstance(vocab_size, int) and max(ids.values()) >= vocab_size:
+        over = sum(number >= vocab_size for number in ids.values())
+        text = f"is {vocab_size:,}, but tokenizer.json has ids up to {max(ids.values()):,}"
+        without = f"{over:,} {'tokens have' if over > 1 else 'token has'} no embedding"
+        yield Said(f"{model.config_path}: vocab_size: {text}: {without}; use the tokenizer of this model", "hint")
+    yield from _wrong_ids(subject, vocab_size)
+
+
+def _wrong_ids(subject: Subject, vocab_size: object) -> Iterator[Said]:
+    """Check the ids in generation_config.json, at which an exported model stops."""
+    model = subject.model
+    assert model.folder is not None
+    given = model.read("generation_config.json").get("eos_token_id")
+    for number in given if isinstance(given, list) else [given]:
+        if isinstance(number, int) and isinstance(vocab_size, int) and number >= vocab_size:
+            text = f"{number} is no token: the model has {vocab_size:,}; give the id of its end of turn"
+            yield Said(f"{model.folder / 'generation_config.json'}: eos_token_id: {text}", "hint")
