@@ -239,6 +239,7 @@ def check_architecture(gear: Gear, config: PretrainedConfig, router_loss: float 
     text = config.get_text_config()
     _check_router_loss(gear, text, router_loss)
     _check_stages(gear, text)
+    _check_experts(gear, text)
     _check_heads(gear, text)
 
 
@@ -268,6 +269,25 @@ def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
         raise UserError(
             f"{gear.path}: parallelism_config_pp_size: {num_stages} stages, but this model has "
             f"{config.num_hidden_layers} layers; use {config.num_hidden_layers} or fewer"
+        )
+
+
+def _check_experts(gear: Gear, config: PretrainedConfig) -> None:
+    """Raise UserError if expert parallelism cannot divide this model's experts among all ranks."""
+    if gear.degree("ep") == 1:
+        return
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    count = next((number for name in names if (number := getattr(config, name, None))), None)
+    if not getattr(config, "base_model_ep_plan", None):
+        lacks = f"has no expert-parallel plan for {config.model_type}"
+        why = f"transformers {lacks}" if count else f"{config.model_type} has no experts to divide"
+        raise UserError(f"{gear.path}: expert parallelism: {why}; use accelerate_configs/fsdp.yaml")
+    if count is not None and count % gear.num_processes:
+        fitting = [n for n in range(gear.degree("ep"), count + 1, gear.degree("ep")) if count % n == 0]
+        use = f"{' or '.join(map(str, fitting))} ranks, or accelerate_configs/fsdp.yaml" if fitting else "another ep"
+        raise UserError(
+            f"{gear.path}: num_processes: {gear.num_processes} ranks do not divide this model's {count} experts; use "
+            f"{use}"
         )
 
 
@@ -324,8 +344,9 @@ def wrong_degrees(kind: str, parallelism: RawMapping, num_processes: int) -> lis
         for name in degrees
         if kind not in DEGREES[name]
     ]
-    if len(joined := degrees.keys() & {"tp", "cp", "pp"}) > 1:
-        text = f"{' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP"
+    alone = {"tp", "cp", "pp", "ep"} | ({"dp_replicate"} if "ep" in degrees else set())
+    if len(joined := degrees.keys() & alone) > 1:
+        text = f"{' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP, and so can ep"
         problems.append(("parallelism_config", text))
     if problems or not degrees:
         return problems
@@ -346,7 +367,7 @@ def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int)
         near = max(1, num_processes // product) * product
         text = f"{num_processes} ranks are not divisible by {named}; use {near} or {near + product}"
         return [("num_processes", text)]
-    rest = num_processes // product
+    rest = num_processes // product * degrees.get("ep", 1)  # ranks with different experts have different rows
     if degrees.get("dp_shard", rest) != rest:
         text = f"{num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"
         return [(_size_key("dp_shard"), text)]

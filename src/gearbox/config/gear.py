@@ -66,7 +66,7 @@ class Gear:
         return engine
 
     def degree(self, name: str) -> int:
-        """Return the number of ranks that share a layer (tp), a sequence (sp, cp) or the stack of layers (pp).
+        """Return the number of ranks that share a layer (tp), its experts (ep), a sequence (sp, cp) or all layers (pp).
 
         For dp_replicate, it is the number of replicas of a sharded model (HSDP).
         """
@@ -86,6 +86,11 @@ class Gear:
     def shares_rows(self) -> bool:
         """True if several ranks share the tokens of each row, so that none sees a complete row in training."""
         return self.degree("sp") * self.degree("cp") > 1
+
+    @property
+    def has_several_meshes(self) -> bool:
+        """True if some weights are divided among other ranks than the rest."""
+        return self.degree("tp") * self.degree("ep") > 1
 
     @property
     def averaged_over(self) -> int:
