@@ -87,7 +87,7 @@ FSDP = {"fsdp_version": 2}
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU does not support this; "),
         ("zero3", {"parallelism_config": {"parallelism_config_cp_size": 2}}, "distributed_type must be FSDP"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
-         "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP"),
+         "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP, and so can ep"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}},
          "pp_schedule: must be 1f1b or gpipe, found '2f2b'"),
         ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is tested only with stage 3 and"),

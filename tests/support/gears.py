@@ -1,4 +1,4 @@
-"""Write variants of the shipped gears, and check whether zero3_nvme can run on this machine."""
+"""Write variants of the shipped gears, name what they can train, and check whether zero3_nvme can run here."""
 
 import functools
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from gearbox import ROOT
+from gearbox.config.gear import gear_path, load_gear
 
 BF16_JSON = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
 
@@ -22,6 +23,14 @@ def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **ch
     path = tmp_path / "gear.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
+
+
+def model_for(gear: str) -> tuple[str, ...]:
+    """Return the overrides for a model that a shipped gear can train: none, or a mixture with adapters beside it."""
+    if load_gear(gear_path(gear)).degree("ep") == 1:
+        return ()
+    attention = "adapter.targets=[q_proj, k_proj, v_proj, o_proj]"
+    return ("model.name=Qwen/Qwen3-30B-A3B", "run.rehearse=true", attention)
 
 
 @functools.cache

@@ -35,8 +35,8 @@ class Refusal(NamedTuple):
 
 
 def _divides_layers(gear: Gear) -> bool:
-    """Return True if several ranks compute a layer, a row or the stack of layers together."""
-    return any(gear.degree(name) > 1 for name in ("tp", "pp", "sp", "cp"))
+    """Return True if several ranks compute a layer, its experts, a row or the stack of layers together."""
+    return any(gear.degree(name) > 1 for name in ("tp", "ep", "pp", "sp", "cp"))
 
 
 REFUSALS = [
@@ -69,8 +69,8 @@ REFUSALS = [
         "use lora (QLoRA), or gear fsdp or zero2",
     ),
     Refusal(
-        lambda gear, recipe: gear.degree("tp") > 1 and recipe.model.quantize is not None,
-        "model.quantize: tensor parallelism splits matrices, but packed 4-bit weights cannot be split; use "
+        lambda gear, recipe: gear.has_several_meshes and recipe.model.quantize is not None,
+        "model.quantize: tensor and expert parallelism split weights, but packed 4-bit weights cannot be split; use "
         "quantize: null, or the fsdp gear",
     ),
     Refusal(
@@ -81,6 +81,11 @@ REFUSALS = [
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and bool(recipe.model.add_tokens),
         "model.add_tokens: tensor parallelism cannot add rows to a sharded embedding; use the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.degree("ep") > 1 and recipe.adapts_all,
+        "adapter.targets: all-linear also adapts the experts, which this gear divides; list layers of the attention, "
+        "such as [q_proj, v_proj], or use the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.engine == "pp" and bool(recipe.model.add_tokens),
@@ -274,21 +279,17 @@ def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
 
 def _check_experts(gear: Gear, config: PretrainedConfig) -> None:
     """Raise UserError if expert parallelism cannot divide this model's experts among all ranks."""
-    if gear.degree("ep") == 1:
-        return
+    ep, num_ranks = gear.degree("ep"), gear.num_processes
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    count = next((number for name in names if (number := getattr(config, name, None))), None)
-    if not getattr(config, "base_model_ep_plan", None):
-        lacks = f"has no expert-parallel plan for {config.model_type}"
-        why = f"transformers {lacks}" if count else f"{config.model_type} has no experts to divide"
-        raise UserError(f"{gear.path}: expert parallelism: {why}; use accelerate_configs/fsdp.yaml")
-    if count is not None and count % gear.num_processes:
-        fitting = [n for n in range(gear.degree("ep"), count + 1, gear.degree("ep")) if count % n == 0]
-        use = f"{' or '.join(map(str, fitting))} ranks, or accelerate_configs/fsdp.yaml" if fitting else "another ep"
-        raise UserError(
-            f"{gear.path}: num_processes: {gear.num_processes} ranks do not divide this model's {count} experts; use "
-            f"{use}"
-        )
+    count = next((number for name in names if isinstance(number := getattr(config, name, None), int)), 0)
+    if ep > 1 and not getattr(config, "base_model_ep_plan", None):
+        why = "transformers has no expert-parallel plan for" if count else "there are no experts to divide in"
+        raise UserError(f"{gear.path}: {why} {config.model_type}; use accelerate_configs/fsdp.yaml")
+    if count % ep:
+        raise _does_not_divide(gear, "ep", f"{count} experts", [n for n in range(1, count + 1) if count % n == 0])
+    if ep > 1 and count % num_ranks:
+        text = f"{num_ranks} ranks cannot divide {count} experts evenly; use {math.gcd(num_ranks, count)}"
+        raise UserError(f"{gear.path}: num_processes: {text}, or accelerate_configs/fsdp.yaml")
 
 
 def _check_heads(gear: Gear, config: PretrainedConfig) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
+from gearbox.errors import UserError
 from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def divide_experts(model: nn.Module, ep: int, device_type: str, options: dict[st
     causal_lm, num_ranks = without_adapter(cast("PreTrainedModel", model)), dist.get_world_size()
     mesh = init_device_mesh(device_type, (num_ranks // ep, ep, 1), mesh_dim_names=MESH)
     plan = causal_lm._expand_parallel_plan(causal_lm.ep_plan)
+    if not plan:  # an adapter has wrapped them
+        raise UserError(
+            "adapter.targets: names the experts, which expert parallelism divides; list only layers of the attention, "
+            "or use accelerate_configs/fsdp.yaml"
+        )
     apply_expert_parallelism(causal_lm, mesh["ep"], mesh["own"], plan, "all_to_all")
     for name, style in plan.items():
         if style == "ep_dispatch_experts":

@@ -214,7 +214,7 @@ def wrapping(model: nn.Module, accelerator: Accelerator, ep: int) -> Iterator[No
         options = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
         options["reshard_after_forward"] = plugin.reshard_after_forward
         divide_experts(model, ep, accelerator.device.type, options)
-        return usual_policy(plugin, model)
+        return cast("Callable[[nn.Module], bool] | None", usual_policy(plugin, model))
 
     if ep > 1:
         fsdp_utils.fsdp2_prepare_auto_wrap_policy = divide_first
