@@ -72,7 +72,7 @@ def test_gradients_averaged_over_copies_are_noticed(moe, monkeypatch):
 
 def test_from_gear_to_gear(moe):
     """Resume one run under six gears in turn, one step each, with the optimizer's state."""
-    chain = [("single", 1), ("ep", 2), ("zero3", 2), ("ep", 4), ("tp", 2), ("fsdp", 3)]
+    chain = [("single", 1), ("ep", 2), ("zero3", 2), ("ep", 4), ("ddp", 2), ("fsdp", 3)]
     given = ("save.every=1", "schedule.name=constant", "schedule.warmup=0")
     whole = checked(moe("Mixtral", "single", *given, f"train.steps={len(chain)}", "run.name=whole"))
     for number, (gear, ranks) in enumerate(chain, start=1):
