@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from gearbox.sharding import experts
 from support.experts import EXPERTS, OTHERS, TOKENIZER, config_of
@@ -55,8 +56,24 @@ def test_divided_experts_train_the_same(moe, family, ranks):
     assert "FSDP2, ep 2" in shared.output and held <= whole / ranks + 0.1
 
 
+def test_a_rank_may_get_no_token(moe, tmp_path):
+    """Its experts get a gradient of zero, and it still takes part in each exchange."""
+    model = transformers.AutoModelForCausalLM.from_config(config_of("DeepseekV3"))
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer[EXPERTS // 2 :] = -100.0  # the routers never choose the second half
+    model.save_pretrained(tmp_path / "DeepseekV3")
+    TOKENIZER.save_pretrained(tmp_path / "DeepseekV3")
+    alone, shared = (
+        checked(moe("DeepseekV3", gear, "model.init=pretrained", ranks=ranks))
+        for gear, ranks in (("single", 1), ("ep", 2))
+    )
+    assert_same(shared, alone)
+    assert numbers(shared, "rank_load") == pytest.approx([2.0] * len(shared.losses))
+
+
 def test_gradients_averaged_over_copies_are_noticed(moe, monkeypatch):
-    """FSDP2 alone would divide the gradients of experts by the number of their copies."""
+    """Without a divisor FSDP2 divides the gradients of experts by the number of their copies."""
     alone = checked(moe("Mixtral", "single"))
     usual = experts.fully_shard
 

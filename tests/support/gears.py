@@ -26,7 +26,7 @@ def written(tmp_path: Path, name: str, zero_json: dict | str | None = None, **ch
 
 
 def model_for(gear: str) -> tuple[str, ...]:
-    """Return the overrides for a model that a shipped gear can train: none, or a mixture with adapters beside it."""
+    """Return overrides that name a model for a shipped gear: none, or a mixture with adapters on its attention."""
     if load_gear(gear_path(gear)).degree("ep") == 1:
         return ()
     attention = "adapter.targets=[q_proj, k_proj, v_proj, o_proj]"

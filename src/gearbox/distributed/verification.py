@@ -146,7 +146,7 @@ def _running_engine(model: nn.Module) -> str:
 def _mesh_degrees(model: nn.Module) -> dict[str, int]:
     """Return the degrees of parallelism that the parameters' meshes show."""
     meshes = {p.device_mesh: p.placements for p in model.parameters() if isinstance(p, DTensor)}
-    degrees = {"dp_replicate": 1, "tp": 1}
+    degrees = {"dp_replicate": 1, "tp": 1, "ep": 1}
     for mesh, placements in meshes.items():
         for i, name in enumerate(mesh.mesh_dim_names or ()):
             if name == "tp" or (name == "dp_replicate" and placements[i].is_replicate()):

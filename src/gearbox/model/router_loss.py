@@ -56,9 +56,12 @@ def count_loads(causal_lm: PreTrainedModel) -> None:
     causal_lm.expert_loads = torch.zeros(len(layers), layers[0].num_experts) if layers else None
 
     def count(layer: int, chosen: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and causal_lm.balanced is not None:
+        balanced = causal_lm.balanced
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if balanced is not None and balanced.numel() == len(chosen):
             loads = causal_lm.expert_loads = causal_lm.expert_loads.to(chosen.device)
-            counts = causal_lm.balanced.flatten()[:, None].expand_as(chosen).flatten()
+            counts = balanced.flatten()[:, None].expand_as(chosen).flatten()
             loads[layer].scatter_add_(0, chosen.flatten(), counts.to(loads.dtype))
 
     for number, experts in enumerate(layers):

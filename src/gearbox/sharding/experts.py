@@ -1,7 +1,7 @@
 """Divide the experts of a mixture among ranks, which send each other the tokens of a layer (expert parallelism).
 
-Each of `ep` consecutive ranks holds whole experts, and has rows of its own. Groups of `ep` ranks hold the same experts,
-which FSDP2 divides once more among the groups. So each rank of all N holds 1/N of the experts.
+Each of `ep` consecutive ranks holds different experts and takes different rows. Groups of `ep` ranks hold the same
+experts, which FSDP2 divides once more among the groups. So each rank of all N holds 1/N of the experts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def expert_part(rank: int, num_ranks: int, ep: int) -> int:
 def divide_experts(model: nn.Module, ep: int, device_type: str, options: dict[str, Any]) -> None:
     """Divide the experts of a model, and let them exchange tokens. `options` are those of FSDP2.
 
-    The exchange brings an expert the gradients of all its tokens in a group. FSDP2 would average over the groups alone.
+    The exchange brings an expert the gradients of all its tokens in a group. FSDP2 would average over the groups only.
     """
     causal_lm, num_ranks = without_adapter(cast("PreTrainedModel", model)), dist.get_world_size()
     mesh = init_device_mesh(device_type, (num_ranks // ep, ep, 1), mesh_dim_names=MESH)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -211,9 +211,10 @@ def wrapping(model: nn.Module, accelerator: Accelerator, ep: int) -> Iterator[No
     usual_policy = fsdp_utils.fsdp2_prepare_auto_wrap_policy
 
     def divide_first(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-        options = {"mp_policy": plugin.mixed_precision_policy, "offload_policy": plugin.cpu_offload}
-        options["reshard_after_forward"] = plugin.reshard_after_forward
-        divide_experts(model, ep, accelerator.device.type, options)
+        # Among the inputs of experts are the routers' weights, which other gears do not round either.
+        policy = replace(plugin.mixed_precision_policy, cast_forward_inputs=False)
+        options = {"reshard_after_forward": plugin.reshard_after_forward, "offload_policy": plugin.cpu_offload}
+        divide_experts(model, ep, accelerator.device.type, options | {"mp_policy": policy})
         return cast("Callable[[nn.Module], bool] | None", usual_policy(plugin, model))
 
     if ep > 1:
