@@ -79,7 +79,12 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             ["fsdp"],
             "model.quantize: tensor and expert parallelism split weights",
         ),
-        (["adapter.method=lora"], ["ep"], ["fsdp", "tp"], "adapter.targets: all-linear also adapts the experts"),
+        (
+            ["adapter.method=lora", "adapter.targets=all-linear"],
+            ["ep"],
+            ["fsdp", "tp"],
+            "adapter.targets: all-linear also adapts the experts",
+        ),
         (["adapter.method=dora", "adapter.targets=[v_proj]"], [], ["ep"], ""),
         (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),
         (["adapter.method=dora", "model.add_tokens=[x]"], ["single", "fsdp"], [], "use adapter.method=lora"),

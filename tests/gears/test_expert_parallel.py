@@ -45,7 +45,7 @@ def assert_same(ours, theirs) -> None:
 
 @pytest.mark.parametrize(("family", "ranks"), [("Mixtral", 4), *((family, 2) for family in ("Qwen3Moe", *OTHERS))])
 def test_divided_experts_train_the_same(moe, family, ranks):
-    """On 4 ranks each half of the experts is on two ranks, and FSDP2 divides it between them."""
+    """Compare with one device. On 4 ranks each half of the experts is on two ranks, and FSDP2 divides it."""
     alone, shared = checked(moe(family, "single")), checked(moe(family, "ep", ranks=ranks))
     assert numbers(alone, "grad_norm")[0] > 0.5, "the clip must take effect"
     assert_same(shared, alone)
@@ -57,7 +57,7 @@ def test_divided_experts_train_the_same(moe, family, ranks):
 
 
 def test_a_rank_may_get_no_token(moe, tmp_path):
-    """Its experts get a gradient of zero, and it still takes part in each exchange."""
+    """Give the experts of a rank a gradient of zero. The rank still takes part in each exchange."""
     model = transformers.AutoModelForCausalLM.from_config(config_of("DeepseekV3"))
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
@@ -73,7 +73,7 @@ def test_a_rank_may_get_no_token(moe, tmp_path):
 
 
 def test_gradients_averaged_over_copies_are_noticed(moe, monkeypatch):
-    """Without a divisor FSDP2 divides the gradients of experts by the number of their copies."""
+    """Remove the divisor. FSDP2 then divides the gradients of experts by the number of their copies."""
     alone = checked(moe("Mixtral", "single"))
     usual = experts.fully_shard
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(moe):
 
 
 def test_undivided_experts_are_refused(moe, monkeypatch):
-    """Without the division FSDP2 would shard the experts as it shards all weights, and train the same."""
+    """Skip the division. FSDP2 then shards the experts as it shards all weights, and would train the same."""
     from gearbox.sharding import fsdp_loading
 
     monkeypatch.setattr(fsdp_loading, "divide_experts", lambda *_: None)

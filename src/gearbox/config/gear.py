@@ -127,9 +127,8 @@ class Gear:
     @property
     def offload(self) -> str | None:
         """The place that weights or optimizer state are offloaded to: cpu or nvme; None if they stay on the GPU."""
-        if (
-            str((self.settings.get("fsdp_config") or {}).get("fsdp_offload_params")).lower() == "true"
-        ):  # as Accelerate reads it
+        wrapping = self.settings.get("fsdp_config") or {}
+        if str(wrapping.get("fsdp_offload_params")).lower() == "true":  # as Accelerate reads it
             return "cpu"
         zero = (self.zero_json or {}).get("zero_optimization", {})
         devices = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}
@@ -206,7 +205,7 @@ def load_gear(path: Path, flags: Mapping[str, str] | None = None) -> Gear:
         try:
             zero_json = _read_zero_json(zero_path)
             lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
-            if zero_json["zero_optimization"]["stage"] == 3 and _is_false(zero, "zero3_init_flag"):
+            if zero_json["zero_optimization"]["stage"] == 3 and str(zero.get("zero3_init_flag")).lower() == "false":
                 where = _place("deepspeed_config.zero3_init_flag", path, flags)
                 lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
         except UserError as error:
@@ -227,10 +226,6 @@ def _place(name: str, path: Path, flags: Mapping[str, str]) -> str:
     if leaf not in flags:
         return f"{path}: {name}"
     return f"--{leaf}" if leaf in BARE_FLAGS else f"--{leaf}={flags[leaf]}"
-
-
-def _is_false(settings: RawMapping, name: str) -> bool:
-    return str(settings.get(name)).lower() == "false"  # as Accelerate reads it
 
 
 def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMapping, list[tuple[str, str]]]:

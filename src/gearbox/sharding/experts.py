@@ -50,7 +50,7 @@ def divide_experts(model: nn.Module, ep: int, device_type: str, options: dict[st
     causal_lm, num_ranks = without_adapter(cast("PreTrainedModel", model)), dist.get_world_size()
     mesh = init_device_mesh(device_type, (num_ranks // ep, ep, 1), mesh_dim_names=MESH)
     plan = causal_lm._expand_parallel_plan(causal_lm.ep_plan)
-    if not plan:  # an adapter has wrapped them
+    if "grouped_gemm" not in plan.values():  # an adapter has wrapped the experts
         raise UserError(
             "adapter.targets: names the experts, which expert parallelism divides; list only layers of the attention, "
             "or use accelerate_configs/fsdp.yaml"
