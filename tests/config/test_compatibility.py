@@ -240,6 +240,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(t
     assert "there are no experts to divide in llama; use accelerate_configs/fsdp" in refusal("ep", {})
     assert "no expert-parallel plan for llama; use accelerate_configs/fsdp" in refusal("ep", {}, num_experts=8)
     plan = {"base_model_ep_plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}}
+    assert "there are no experts to divide in llama" in refusal("ep", {}, **plan), "as for Gemma 4's dense models"
     text = "ep_size: 2 does not divide this model's 9 experts; use 1 or 3 or 9"
     assert text in refusal("ep", {}, num_local_experts=9, **plan)
     text = "num_processes: 8 ranks cannot divide 12 experts evenly; use 4, or accelerate_configs/fsdp.yaml"

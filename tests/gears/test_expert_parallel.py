@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from gearbox.sharding import experts
-from support.experts import EXPERTS, OTHERS, TOKENIZER, config_of
+from support.experts import EXPERTS, TOKENIZER, config_of
 
 # An eps near the gradients' size and a low clip make a wrong factor of the gradients visible, as in test_parity.
 GIVEN = ("run.rehearse=false", "model.init=random", "optim.eps=1e-3", "optim.lr=5e-3", "optim.max_grad_norm=0.5")
@@ -43,7 +43,7 @@ def assert_same(ours, theirs) -> None:
         assert torch.allclose(tensor, theirs.weights[name], rtol=0, atol=1e-4), name
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("Mixtral", 4), *((family, 2) for family in ("Qwen3Moe", *OTHERS))])
+@pytest.mark.parametrize(("family", "ranks"), [("Mixtral", 4), ("Qwen3Moe", 2), ("GptOss", 2), ("Olmoe", 2)])
 def test_divided_experts_train_the_same(moe, family, ranks):
     """Compare with one device. On 4 ranks each half of the experts is on two ranks, and FSDP2 divides it."""
     alone, shared = checked(moe(family, "single")), checked(moe(family, "ep", ranks=ranks))
@@ -57,7 +57,10 @@ def test_divided_experts_train_the_same(moe, family, ranks):
 
 
 def test_a_rank_may_get_no_token(moe, tmp_path):
-    """Give the experts of a rank a gradient of zero. The rank still takes part in each exchange."""
+    """Give the experts of a rank a gradient of zero. The rank still takes part in each exchange.
+
+    DeepSeek-V3 also has shared experts and a dense layer.
+    """
     model = transformers.AutoModelForCausalLM.from_config(config_of("DeepseekV3"))
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:
@@ -88,8 +91,8 @@ def test_gradients_averaged_over_copies_are_noticed(moe, monkeypatch):
 
 
 def test_from_gear_to_gear(moe):
-    """Resume one run under six gears in turn, one step each, with the optimizer's state."""
-    chain = [("single", 1), ("ep", 2), ("zero3", 2), ("ep", 4), ("ddp", 2), ("fsdp", 3)]
+    """Resume one run under five gears in turn, one step each, with the optimizer's state."""
+    chain = [("single", 1), ("ep", 2), ("zero3", 2), ("ep", 4), ("fsdp", 2)]
     given = ("save.every=1", "schedule.name=constant", "schedule.warmup=0")
     whole = checked(moe("Mixtral", "single", *given, f"train.steps={len(chain)}", "run.name=whole"))
     for number, (gear, ranks) in enumerate(chain, start=1):

@@ -282,7 +282,7 @@ def _check_experts(gear: Gear, config: PretrainedConfig) -> None:
     ep, num_ranks = gear.degree("ep"), gear.num_processes
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     count = next((number for name in names if isinstance(number := getattr(config, name, None), int)), 0)
-    if ep > 1 and not getattr(config, "base_model_ep_plan", None):
+    if ep > 1 and not (count and getattr(config, "base_model_ep_plan", None)):
         why = "transformers has no expert-parallel plan for" if count else "there are no experts to divide in"
         raise UserError(f"{gear.path}: {why} {config.model_type}; use accelerate_configs/fsdp.yaml")
     if count % ep:
