@@ -72,6 +72,19 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             "use lora (QLoRA), or",
         ),
         (["adapter.method=lora", "model.quantize=nf4"], [], ["zero3"], ""),
+        (
+            ["adapter.method=lora", "model.quantize=nf4", "adapter.targets=[v_proj]"],
+            ["tp", "fsdp_tp", "ep"],
+            ["fsdp"],
+            "model.quantize: tensor and expert parallelism split weights",
+        ),
+        (
+            ["adapter.method=lora", "adapter.targets=all-linear"],
+            ["ep"],
+            ["fsdp", "tp"],
+            "adapter.targets: all-linear also adapts the experts",
+        ),
+        (["adapter.method=dora", "adapter.targets=[v_proj]"], [], ["ep"], ""),
         (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),
         (["adapter.method=dora", "model.add_tokens=[x]"], ["single", "fsdp"], [], "use adapter.method=lora"),
         (["adapter.method=lora", "model.add_tokens=[x]"], [], ["single", "zero3"], ""),
@@ -84,7 +97,7 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         (["perf.checkpointing=offload"], [], ["single", "ddp", "fsdp", "zero3", "pp", "tp", "ulysses"], ""),
         (
             ["perf.compile=true"],
-            ["zero3", "tp", "fsdp_tp", "pp", "ulysses", "ring"],
+            ["zero3", "tp", "fsdp_tp", "ep", "pp", "ulysses", "ring"],
             ["single", "ddp", "fsdp", "hsdp", "zero1", "zero2"],
             "use compile: false, or the fsdp gear",
         ),
@@ -198,7 +211,7 @@ def test_flash_attention_is_refused_without_its_package(monkeypatch):
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(tmp_path):
     from transformers import PretrainedConfig
 
-    from gearbox.config.compatibility import check_architecture
+    from gearbox.checks.architecture import check_architecture
 
     def refusal(name, flags, **changes):
         shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
@@ -223,4 +236,12 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(t
     assert "llama fuses matrices that tensor parallelism would split" in refusal(
         "tp", {}, base_model_tp_plan={"a": "packed_colwise"}
     )
+    assert "there are no experts to divide in llama; use accelerate_configs/fsdp" in refusal("ep", {})
+    assert "no expert-parallel plan for llama; use accelerate_configs/fsdp" in refusal("ep", {}, num_experts=8)
+    plan = {"base_model_ep_plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}}
+    assert "there are no experts to divide in llama" in refusal("ep", {}, **plan), "as for Gemma 4's dense models"
+    text = "ep_size: 2 does not divide this model's 9 experts; use 1 or 3 or 9"
+    assert text in refusal("ep", {}, num_local_experts=9, **plan)
+    text = "num_processes: 8 ranks cannot divide 12 experts evenly; use 4, or accelerate_configs/fsdp.yaml"
+    assert text in refusal("ep", {"num_processes": "8"}, n_routed_experts=12, **plan)
     assert "or model.router_loss=0" in refusal("ulysses", {}, router_aux_loss_coef=0.1)

@@ -14,6 +14,8 @@ from support.gears import written
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPE = ROOT / "recipes" / "tiny.yaml"
+EP = {"parallelism_config_ep_size": 2}
+EP_IN_REPLICAS = EP | {"parallelism_config_dp_replicate_size": 2}
 CP_IN_REPLICAS = {"parallelism_config_cp_size": 2, "parallelism_config_dp_replicate_size": 2}
 
 
@@ -21,6 +23,7 @@ CP_IN_REPLICAS = {"parallelism_config_cp_size": 2, "parallelism_config_dp_replic
 GEARS = {
     "single": ("single", 0, 1, 1), "ddp": ("ddp", 0, 4, 4), "fsdp": ("fsdp", 0, 2, 2),
     "fsdp_offload": ("fsdp", 0, 2, 2), "hsdp": ("fsdp", 0, 4, 2), "fsdp_tp": ("fsdp", 0, 2, 2),
+    "ep": ("fsdp", 0, 2, 2),
     "ring": ("fsdp", 0, 1, 2), "tp": ("tp", 0, 1, 1), "pp": ("pp", 0, 1, 1),
     "zero1": ("zero", 1, 2, 2), "zero2": ("zero", 2, 2, 2), "zero3": ("zero", 3, 2, 2),
     "zero3_offload": ("zero", 3, 2, 2), "zero3_nvme": ("zero", 3, 2, 2),
@@ -82,12 +85,16 @@ FSDP = {"fsdp_version": 2}
             {"num_processes": 4, "parallelism_config": CP_IN_REPLICAS},
             "4 ranks in 2 replicas leave 2 ranks per replica, all for tp or cp, with nothing to shard; use 8 ranks, or",
         ),
+        ("ep", {"num_processes": 3}, "num_processes: 3 ranks are not divisible by ep=2; use 2 or 4"),
+        ("ep", {"parallelism_config": EP_IN_REPLICAS, "num_processes": 4}, "dp_replicate and ep cannot be combined; "),
+        ("ep", {"parallelism_config": EP | {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (ep=2) is 2, not 4"),
+        ("ddp", {"parallelism_config": EP}, "MULTI_GPU does not support this; distributed_type must be FSDP"),
         ("hsdp", {"num_processes": 5}, "num_processes: 5 ranks are not divisible by dp_replicate=2; use 4 or 6"),
         ("fsdp", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "2 ranks / (1) is 2, not 4"),
         ("ddp", {"parallelism_config": {"parallelism_config_sp_size": 2}}, "MULTI_GPU does not support this; "),
         ("zero3", {"parallelism_config": {"parallelism_config_cp_size": 2}}, "distributed_type must be FSDP"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}},
-         "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP"),
+         "parallelism_config: pp and tp cannot be combined; tp can be combined with FSDP, and so can ep"),
         ("ddp", {"parallelism_config": {"parallelism_config_pp_schedule": "2f2b"}},
          "pp_schedule: must be 1f1b or gpipe, found '2f2b'"),
         ("ulysses", {"zero_json": {"zero_optimization": {"stage": 2}}}, "is tested only with stage 3 and"),

@@ -1,11 +1,13 @@
 """Start every gear cold, with the command of the README."""
 
+import shlex
+
 import pytest
 import yaml
 
 from gearbox import ROOT
 from support.cold import last_line, shell, small
-from support.gears import why_no_disk_operations
+from support.gears import model_for, why_no_disk_operations
 
 pytestmark = pytest.mark.cold
 
@@ -16,9 +18,8 @@ GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"
 def test_every_gear(tmp_path, chats, gear):
     if gear == "zero3_nvme" and (reason := why_no_disk_operations()):
         pytest.skip(reason)
-    outcome = shell(
-        f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {small(tmp_path, chats)}"
-    )
+    arguments = shlex.join([*small(tmp_path, chats).split(), *model_for(gear)])
+    outcome = shell(f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {arguments}")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     folder = tmp_path / "runs" / f"tiny-{gear}"
     assert f"model saved to {folder}/model" in last_line(outcome.stdout)

@@ -5,7 +5,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.config.gear import gear_names, load_gear
 from gearbox.distributed import engine
-from support.gears import why_no_disk_operations
+from support.gears import model_for, why_no_disk_operations
 from support.methods import METHODS
 
 GEARS = [name for name in gear_names() if name != "single"]
@@ -30,15 +30,16 @@ def test_every_gear_trains_the_same_in_bf16(train, bf16, monkeypatch, of_one_dev
     """The losses are those of fp32 on one device to about three digits."""
     if gear == "zero3_nvme" and (reason := why_no_disk_operations()):
         pytest.skip(reason)
-    if method not in of_one_device:
+    changes = (*SHORT, *METHODS[method], *model_for(gear))
+    if changes not in of_one_device:
         with monkeypatch.context() as fp32:
             fp32.setattr(engine, "precision", lambda gear: "no")
-            of_one_device[method] = train("single", *SHORT, *METHODS[method]).losses
+            of_one_device[changes] = train("single", *changes).losses
     assert load_gear(ROOT / f"accelerate_configs/{gear}.yaml").precision == "bf16"
-    outcome = train(gear, *SHORT, *METHODS[method])
+    outcome = train(gear, *changes)
     assert set(outcome.codes) == {0}, outcome.output
-    assert outcome.losses == pytest.approx(of_one_device[method], rel=2e-3)
-    assert outcome.losses != of_one_device[method]
+    assert outcome.losses == pytest.approx(of_one_device[changes], rel=2e-3)
+    assert outcome.losses != of_one_device[changes]
 
 
 def test_bf16_masters_under_fsdp(train, bf16):

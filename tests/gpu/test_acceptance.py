@@ -57,7 +57,7 @@ def test_hangs():
     [
         (0, {}),
         (1, {"ddp": 1, "fsdp": 1, "zero3": 1, "zero3_nvme": 1}),
-        (2, {"ddp": 2, "fsdp": 2, "zero3": 2, "zero3_nvme": 2, "tp": 2, "pp": 2, "ring": 2, "ulysses": 2}),
+        (2, {"ddp": 2, "fsdp": 2, "ep": 2, "zero3": 2, "zero3_nvme": 2, "tp": 2, "pp": 2, "ring": 2, "ulysses": 2}),
         (4, {"ddp": 4, "fsdp": 2, "tp": 2, "pp": 2, "ring": 2, "ulysses": 2, "hsdp": 4, "fsdp_tp": 4}),
         (8, {"ddp": 4, "fsdp": 2, "tp": 2, "pp": 2, "ring": 2, "ulysses": 2, "hsdp": 4, "fsdp_tp": 4}),
     ],

@@ -58,6 +58,31 @@ def plain(untouched: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[t
     return entropy, torch.stack(lost).sum()
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_load_of_experts_counts_the_tokens_that_chose_them(family, batch, checkpointing):
+    untouched, installed = make(family), make(family)
+    given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    all_logits = untouched(**given, output_router_logits=True).router_logits
+    expected = torch.zeros(LAYERS, EXPERTS)
+    for layer, logits in enumerate(all_logits):
+        for row, length in ((0, 19 - batch["labels"][0].flip(0).ne(IGNORE_INDEX).int().argmax()), (1, 11)):
+            chosen = logits.view(3, 19, EXPERTS)[row, :length].topk(CHOSEN).indices
+            expected[layer] += chosen.flatten().bincount(minlength=EXPERTS)
+    loss.install_loss(installed, 0)
+    if checkpointing:
+        installed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.no_grad():
+        installed(**batch)  # an evaluation does not count
+    installed(**batch).backward()
+    loads = router_loss.pop_loads(installed)
+    assert torch.equal(loads, expected * (1 + checkpointing)), "a layer computed twice counts twice"
+    assert not router_loss.pop_loads(installed).any()
+    fullest = expected.max(1).values / expected.mean(1)
+    assert router_loss.imbalance(loads, EXPERTS) == pytest.approx(fullest.mean().item())
+    halves = expected.view(LAYERS, 2, -1).sum(2)
+    assert router_loss.imbalance(loads, 2) == pytest.approx((halves.max(1).values / halves.mean(1)).mean().item())
+
+
 @pytest.mark.parametrize("asked", [None, 0.5, 0])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_loss_is_cross_entropy_and_the_weighted_imbalance(family, batch, asked, checkpointing):

@@ -16,6 +16,17 @@ FAMILIES = {
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 32},
 }
 
+# One family has experts with biases and interleaved gates; one has a correction bias, shared experts, a dense layer.
+OTHERS = {
+    "GptOss": {"num_local_experts": EXPERTS, "sliding_window": 32},
+    "Olmoe": {"num_experts": EXPERTS},
+    "DeepseekV3": {
+        "n_routed_experts": EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": None,
+    },
+}  # fmt: skip
+
 
 def config_of(family: str):
-    return getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family])
+    return getattr(transformers, f"{family}Config")(**SMALL | (FAMILIES | OTHERS)[family])

@@ -1,4 +1,4 @@
-"""Write variants of the shipped gears, and check whether zero3_nvme can run on this machine."""
+"""Write variants of the shipped gears, name what they can train, and check whether zero3_nvme can run here."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ import yaml
 
 from gearbox import ROOT
 from gearbox.config.compatibility import conflicts
-from gearbox.config.gear import Gear
+from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
@@ -33,6 +33,14 @@ def check_against(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPla
     """Raise UserError with every conflict, as a run does."""
     if problems := conflicts(gear, recipe, recipe_path, batch):
         raise UserError("\n".join(problems))
+
+
+def model_for(gear: str) -> tuple[str, ...]:
+    """Return overrides that name a model for a shipped gear: none, or a mixture with adapters on its attention."""
+    if load_gear(gear_path(gear)).degree("ep") == 1:
+        return ()
+    attention = "adapter.targets=[q_proj, k_proj, v_proj, o_proj]"
+    return ("model.name=Qwen/Qwen3-30B-A3B", "run.rehearse=true", attention)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from peers import environments
 from peers import figures as peer_figures
 from peers.cases import GPU_CASES, SYSTEMS, Case
 from support import gpu, gpu_kernels
+from support.gears import model_for
 
 RECIPE = ROOT / "recipes" / "tiny.yaml"
 ARCHITECTURES = ROOT / "recipes" / "architectures"
@@ -99,14 +100,14 @@ def train(gear: Gear, folder: Path, arguments: list[str]) -> Path:
     return folder / parity.label(gear)
 
 
-def reference(setting: Setting, precision: str) -> Path:
-    """Return the folder of a run under `single`. It is trained once for all parts."""
-    folder = setting.folder / f"reference-{precision}"
+def reference(setting: Setting, precision: str, model: tuple[str, ...] = ()) -> Path:
+    """Return the folder of a run under `single`, of the recipe's model or another. It is trained once for all parts."""
+    folder = setting.folder / (f"reference-{precision}" + "-mixture" * bool(model))
     gear = gear_in(precision, "single", 1, setting.folder / "gears")
     run = folder / parity.label(gear)
     if outcome.read_outcome(run / "status.json").get("outcome") == "done":
         return run
-    return train(gear, folder, setting.arguments())
+    return train(gear, folder, setting.arguments(*model))
 
 
 def compare(setting: Setting, run: Path, precision: str, expected: Compared, figures: dict[str, str]) -> None:
@@ -125,8 +126,8 @@ def run_parity(setting: Setting, figures: dict[str, str], name: str, precision: 
     ranks = gpu.ranks_of(name, setting.num_gpus or 2)
     gear = gear_in(precision, name, ranks, setting.folder / "gears")
     figures["ranks"] = str(ranks)
-    expected = Compared("single", reference(setting, precision))
-    run = train(gear, setting.folder / f"parity-{name}-{precision}", setting.arguments())
+    expected = Compared("single", reference(setting, precision, model_for(name)))
+    run = train(gear, setting.folder / f"parity-{name}-{precision}", setting.arguments(*model_for(name)))
     compare(setting, run, precision, expected, figures)
 
 

@@ -27,6 +27,7 @@ from gearbox import ROOT
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import gear_names, load_gear
 from support.documents import make_chats
+from support.gears import model_for
 from support.methods import METHODS
 from support.ranks import Outcome, run_ranks, skip_loading_back
 
@@ -64,13 +65,13 @@ class Matrix:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.chats = make_chats(folder / "chats.jsonl")
-        self.references: dict[str, Outcome] = {}
+        self.references: dict[tuple[str, tuple[str, ...]], Outcome] = {}
 
     def cell(self, gear: str, method: str) -> Cell:
-        reference = self.reference(method)
         first = self.run(gear, method, "run.name=cell", steps=2)
         if 2 in first.codes:
             return Cell((), refusal(first.output))
+        reference = self.reference(method, model_for(gear))
         if set(first.codes) != {0}:
             return Cell((), f"ended with {first.codes}: {first.output[-1500:]}")
         passed = ["train"] if close(first.losses, reference.losses[:2]) else []
@@ -86,13 +87,16 @@ class Matrix:
             "" if len(passed) == len(STAGES) else f"losses {last.losses}, on one device {reference.losses}",
         )
 
-    def reference(self, method: str) -> Outcome:
-        if method not in self.references:
-            self.references[method] = outcome = self.run("single", method, f"run.name=reference-{method}", steps=4)
+    def reference(self, method: str, model: tuple[str, ...] = ()) -> Outcome:
+        """Return the run of a method on one device, of the default model or of another one."""
+        if (method, model) not in self.references:
+            name = f"run.name=reference-{method}-{len(model)}"
+            outcome = self.references[method, model] = self.run("single", method, name, steps=4, model=model)
             assert outcome.codes == [0], outcome.output
-        return self.references[method]
+        return self.references[method, model]
 
-    def run(self, gear: str, method: str, *more: str, steps: int) -> Outcome:
+    def run(self, gear: str, method: str, *more: str, steps: int, model: tuple[str, ...] | None = None) -> Outcome:
+        model = model_for(gear) if model is None else model
         settings = {
             "run.rehearse": "true", "run.dir": str(self.folder / "runs" / gear / method), "data.path": str(self.chats),
             "batch.rows": "4", "batch.row_tokens": "64", "batch.micro_rows": "1", "train.steps": str(steps),
@@ -101,10 +105,10 @@ class Matrix:
         }  # fmt: skip
         places = {}
         if method == "continued":
-            start = self.reference("lora").folder
+            start = self.reference("lora", model).folder
             places = {"adapter": start / "model", "base": start / "base"}
         given = [setting.format(**places) for setting in COLUMNS[method]]
-        arguments = [*(f"{key}={value}" for key, value in settings.items()), *given, *more]
+        arguments = [*(f"{key}={value}" for key, value in settings.items()), *model, *given, *more]
         return run_ranks(gear, ["recipes/tiny.yaml", *arguments], self.folder / "runs" / gear / method)
 
 
@@ -184,7 +188,7 @@ make matrix
 A run marked `yes` trained two steps, saved a checkpoint, resumed from it for two more steps, and exported its model.
 Losses and exported weights match the same method on one device within {TOLERANCE:g}, in fp32. A `refused` run stopped
 before training with the message in the footnote. `tokens` is LoRA with `model.add_tokens`; `continued` trains
-an existing adapter further.
+an existing adapter further. Under `ep` the model is a mixture, with adapters on its attention.
 
 | gear | ranks | {" | ".join(COLUMNS)} |
 |---|---|{"---|" * len(COLUMNS)}

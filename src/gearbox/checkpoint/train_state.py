@@ -25,6 +25,10 @@ class StepResult:
     """L2 norm before clipping; not finite if the step was skipped."""
     router_loss: float | None = None
     """Unweighted mean over the target tokens; None without a balanced router."""
+    expert_load: float | None = None
+    """Tokens of the fullest expert, relative to the mean expert, averaged over layers; None without experts."""
+    rank_load: float | None = None
+    """Tokens of the rank with the fullest experts, relative to the mean rank; None without expert parallelism."""
     idle: float | None = None
     """Share of the step in which a pipeline's stages were idle; None without a pipeline."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from gearbox.checks.architecture import check_architecture
 from gearbox.checks.family import TABLES, has_router_loss, module_names
 from gearbox.checks.finding import Said
-from gearbox.config.compatibility import check_architecture
 from gearbox.errors import UserError, nearest
 
 if TYPE_CHECKING:

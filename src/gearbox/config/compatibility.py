@@ -1,6 +1,6 @@
-"""Refuse combinations that cannot run: degrees with ranks, a gear with a recipe or with a model's architecture.
+"""Refuse combinations that cannot run: degrees with ranks, a gear with a recipe.
 
-Only the last check needs more than the files. Each refusal names the setting and the nearest one that works.
+Each refusal names the setting and the nearest one that works.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from gearbox.config.gear_keys import DEGREES
 from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Recipe
-from gearbox.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from gearbox.config.gear import Gear
     from gearbox.config.job import BatchPlan
 
@@ -35,8 +32,8 @@ class Refusal(NamedTuple):
 
 
 def _divides_layers(gear: Gear) -> bool:
-    """Return True if several ranks compute a layer, a row or the stack of layers together."""
-    return any(gear.degree(name) > 1 for name in ("tp", "pp", "sp", "cp"))
+    """Return True if several ranks compute a layer, its experts, a row or the stack of layers together."""
+    return any(gear.degree(name) > 1 for name in ("tp", "ep", "pp", "sp", "cp"))
 
 
 REFUSALS = [
@@ -69,8 +66,8 @@ REFUSALS = [
         "use lora (QLoRA), or gear fsdp or zero2",
     ),
     Refusal(
-        lambda gear, recipe: gear.degree("tp") > 1 and recipe.model.quantize is not None,
-        "model.quantize: tensor parallelism splits matrices, but packed 4-bit weights cannot be split; use "
+        lambda gear, recipe: gear.has_several_meshes and recipe.model.quantize is not None,
+        "model.quantize: tensor and expert parallelism split weights, but packed 4-bit weights cannot be split; use "
         "quantize: null, or the fsdp gear",
     ),
     Refusal(
@@ -81,6 +78,11 @@ REFUSALS = [
     Refusal(
         lambda gear, recipe: gear.degree("tp") > 1 and bool(recipe.model.add_tokens),
         "model.add_tokens: tensor parallelism cannot add rows to a sharded embedding; use the fsdp gear",
+    ),
+    Refusal(
+        lambda gear, recipe: gear.degree("ep") > 1 and recipe.adapts_all,
+        "adapter.targets: all-linear also adapts the experts, which this gear divides; list layers of the attention, "
+        "such as [q_proj, v_proj], or use the fsdp gear",
     ),
     Refusal(
         lambda gear, recipe: gear.engine == "pp" and bool(recipe.model.add_tokens),
@@ -234,90 +236,6 @@ def _contradictions(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchP
     ]
 
 
-def check_architecture(gear: Gear, config: PretrainedConfig, router_loss: float | None = None) -> None:
-    """Raise UserError if the gear cannot divide a model with this config across ranks.
-
-    `router_loss` is the recipe's model.router_loss.
-    """
-    text = config.get_text_config()
-    _check_router_loss(gear, text, router_loss)
-    _check_stages(gear, text)
-    _check_heads(gear, text)
-
-
-def _check_router_loss(gear: Gear, config: PretrainedConfig, router_loss: float | None) -> None:
-    """Raise UserError if the router loss needs layers or tokens that no single rank has."""
-    if not getattr(config, "router_aux_loss_coef", None) or router_loss == 0:
-        return
-    for name, needed in (("pp", "all layers"), ("sp", "a complete row"), ("cp", "a complete row")):
-        if gear.degree(name) > 1:
-            raise UserError(
-                f"{gear.path}: balancing the experts of {config.model_type} needs {needed} on one rank; use "
-                "accelerate_configs/fsdp.yaml, or model.router_loss=0"
-            )
-
-
-def _check_stages(gear: Gear, config: PretrainedConfig) -> None:
-    """Raise UserError if the layers cannot be divided into the gear's pipeline stages."""
-    num_stages = gear.degree("pp")
-    if num_stages == 1:
-        return
-    if not getattr(config, "base_model_pp_plan", None):
-        raise UserError(
-            f"{gear.path}: pipeline parallelism: transformers has no pipeline plan for {config.model_type}; use "
-            "accelerate_configs/fsdp.yaml"
-        )
-    if num_stages > config.num_hidden_layers:
-        raise UserError(
-            f"{gear.path}: parallelism_config_pp_size: {num_stages} stages, but this model has "
-            f"{config.num_hidden_layers} layers; use {config.num_hidden_layers} or fewer"
-        )
-
-
-def _check_heads(gear: Gear, config: PretrainedConfig) -> None:
-    """Raise UserError if tensor or sequence parallelism cannot divide the attention heads."""
-    tp, sp = gear.degree("tp"), gear.degree("sp")
-    if tp == sp == 1:
-        return
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise UserError(
-            f"{gear.path}: {config.model_type} has no attention heads to divide; use accelerate_configs/fsdp.yaml"
-        )
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if sp > 1 and not hasattr(config, "num_key_value_heads"):
-        raise UserError(
-            f"{gear.path}: DeepSpeed reads num_key_value_heads from the model's config.json, and {config.model_type} "
-            "has none; use accelerate_configs/ring.yaml"
-        )
-    named = f"{heads} attention heads" + (f" and {key_heads} key-value heads" if key_heads != heads else "")
-    if tp > 1:
-        _check_tensor_plan(gear, config)
-    if heads % tp or key_heads % tp:
-        fitting = [n for n in range(1, key_heads + 1) if heads % n == key_heads % n == 0]
-        raise _does_not_divide(gear, "tp", named, fitting)
-    if heads % sp or (key_heads % sp and sp % key_heads):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_heads % n == 0 or n % key_heads == 0)]
-        raise _does_not_divide(gear, "sp", named, fitting)
-
-
-def _check_tensor_plan(gear: Gear, config: PretrainedConfig) -> None:
-    """Raise UserError if transformers cannot split the matrices of this family."""
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if not plan or any(style.startswith("packed") for style in plan.values()):
-        fused = f"{config.model_type} fuses matrices that tensor parallelism would split"
-        why = fused if plan else f"transformers has no tensor-parallel plan for {config.model_type}"
-        raise UserError(f"{gear.path}: tensor parallelism: {why}; use accelerate_configs/fsdp.yaml")
-
-
-def _does_not_divide(gear: Gear, name: str, heads: str, fitting: list[int]) -> UserError:
-    """Return the error for a degree that does not divide the heads, with the degrees that do."""
-    return UserError(
-        f"{gear.path}: parallelism_config_{name}_size: {gear.degree(name)} does not divide this model's {heads}; "
-        f"use {' or '.join(map(str, fitting))}"
-    )
-
-
 def wrong_degrees(kind: str, parallelism: RawMapping, num_processes: int) -> list[tuple[str, str]]:
     """Return the problems with the degrees of parallelism, each with its key. `kind` is distributed_type."""
     sizes = {name: parallelism.get(f"parallelism_config_{name}_size", 1) for name in DEGREES}
@@ -327,8 +245,9 @@ def wrong_degrees(kind: str, parallelism: RawMapping, num_processes: int) -> lis
         for name in degrees
         if kind not in DEGREES[name]
     ]
-    if len(joined := degrees.keys() & {"tp", "cp", "pp"}) > 1:
-        text = f"{' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP"
+    alone = {"tp", "cp", "pp", "ep"} | ({"dp_replicate"} if "ep" in degrees else set())
+    if len(joined := degrees.keys() & alone) > 1:
+        text = f"{' and '.join(sorted(joined))} cannot be combined; tp can be combined with FSDP, and so can ep"
         problems.append(("parallelism_config", text))
     if problems or not degrees:
         return problems
@@ -349,7 +268,7 @@ def _wrong_num_processes(kind: str, degrees: dict[str, int], num_processes: int)
         near = max(1, num_processes // product) * product
         text = f"{num_processes} ranks are not divisible by {named}; use {near} or {near + product}"
         return [("num_processes", text)]
-    rest = num_processes // product
+    rest = num_processes // product * degrees.get("ep", 1)  # ranks with different experts have different rows
     if degrees.get("dp_shard", rest) != rest:
         text = f"{num_processes} ranks / ({named or 1}) is {rest}, not {degrees['dp_shard']}"
         return [(_size_key("dp_shard"), text)]

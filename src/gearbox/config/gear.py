@@ -67,7 +67,7 @@ class Gear:
         return engine
 
     def degree(self, name: str) -> int:
-        """Return the number of ranks that share a layer (tp), a sequence (sp, cp) or the stack of layers (pp).
+        """Return the number of ranks that share a layer (tp), its experts (ep), a sequence (sp, cp) or all layers (pp).
 
         For dp_replicate, it is the number of replicas of a sharded model (HSDP).
         """
@@ -87,6 +87,11 @@ class Gear:
     def shares_rows(self) -> bool:
         """True if several ranks share the tokens of each row, so that none sees a complete row in training."""
         return self.degree("sp") * self.degree("cp") > 1
+
+    @property
+    def has_several_meshes(self) -> bool:
+        """True if some weights are divided among other ranks than the rest."""
+        return self.degree("tp") * self.degree("ep") > 1
 
     @property
     def averaged_over(self) -> int:
@@ -123,9 +128,8 @@ class Gear:
     @property
     def offload(self) -> str | None:
         """The place that weights or optimizer state are offloaded to: cpu or nvme; None if they stay on the GPU."""
-        if (
-            str((self.settings.get("fsdp_config") or {}).get("fsdp_offload_params")).lower() == "true"
-        ):  # as Accelerate reads it
+        wrapping = self.settings.get("fsdp_config") or {}
+        if str(wrapping.get("fsdp_offload_params")).lower() == "true":  # as Accelerate reads it
             return "cpu"
         zero = (self.zero_json or {}).get("zero_optimization", {})
         devices = {zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")}
@@ -217,7 +221,7 @@ def read_gear(path: Path, flags: Mapping[str, str]) -> tuple[Gear | None, list[s
         if "stage" not in zero_json.get("zero_optimization", {}):
             return None, lines
         lines += wrong_for_sequences(zero_path, zero_json, groups["parallelism_config"])
-        if zero_json["zero_optimization"]["stage"] == 3 and _is_false(zero, "zero3_init_flag"):
+        if zero_json["zero_optimization"]["stage"] == 3 and str(zero.get("zero3_init_flag")).lower() == "false":
             where = _place("deepspeed_config.zero3_init_flag", path, flags)
             lines.append(f"{where}: must be true for stage 3, which always shards weights while they load")
     return Gear(path, settings, zero_json, zero_path, num_processes) if is_usable else None, lines
@@ -234,10 +238,6 @@ def _place(name: str, path: Path, flags: Mapping[str, str]) -> str:
     if leaf not in flags:
         return f"{path}: {name}"
     return f"--{leaf}" if leaf in BARE_FLAGS else f"--{leaf}={flags[leaf]}"
-
-
-def _is_false(settings: RawMapping, name: str) -> bool:
-    return str(settings.get(name)).lower() == "false"  # as Accelerate reads it
 
 
 def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMapping, list[tuple[str, str]]]:

@@ -154,7 +154,7 @@ DEEPSPEED: Table = {
     **INLINE_ZERO,
 }
 # Each degree of parallelism, with the values of distributed_type that allow it. A degree is the number of ranks that
-# share one copy of something. The names are Accelerate's, except pp and pp_schedule, which Accelerate ignores.
+# share one copy of something. The names are Accelerate's, except ep, pp and pp_schedule, which Accelerate ignores.
 DEGREES = {
     "dp_replicate": ("FSDP",),
     "dp_shard": ("FSDP",),
@@ -162,6 +162,7 @@ DEGREES = {
     "sp": ("DEEPSPEED",),
     "cp": ("FSDP",),
     "pp": ("MULTI_GPU",),
+    "ep": ("FSDP",),
 }
 SCHEDULES = ("1f1b", "gpipe")
 PARALLELISM: Table = {
@@ -228,7 +229,7 @@ BARE_FLAGS = {
 SHORT_FLAGS = {"q": "quiet", "t": "tee", "m": "module"}
 KEYS_WITHOUT_FLAG = {
     "compute_environment", "distributed_type", "use_cpu", "fp16", "fsdp_ignored_modules", "tpu_use_cluster",
-    "parallelism_config_pp_size", "parallelism_config_pp_schedule",
+    "parallelism_config_pp_size", "parallelism_config_pp_schedule", "parallelism_config_ep_size",
     *(set(TPU_KEYS) - {"tpu_use_sudo"}), *SAGEMAKER_KEYS, *GROUPS, "fp8_config", "megatron_lm_config", "mpirun_config",
 }  # fmt: skip
 # All flags but those of FAMILIES.

@@ -356,6 +356,11 @@ class Recipe(Group):
         return self
 
     @property
+    def adapts_all(self) -> bool:
+        """True if an adapter is on every linear layer, and on the experts of a mixture."""
+        return self.adapter.method != "none" and self.adapter.targets == "all-linear"
+
+    @property
     def method(self) -> str:
         """The training method: full, lora, qlora, dora or qdora."""
         if self.adapter.method == "none":

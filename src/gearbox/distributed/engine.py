@@ -160,7 +160,7 @@ class Engine:
             return math.nan
         if self.pipeline is not None:
             return self.pipeline.clip_gradients(max_norm or math.inf)
-        if self.job.gear.degree("tp") > 1:
+        if self.job.gear.has_several_meshes:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             norm = norm_of_shards(gradients)
             if max_norm and norm > max_norm:
@@ -305,13 +305,13 @@ def _parallelism_config(gear: Gear) -> ParallelismConfig | None:
     )
 
 
-def reading_own_shard(accelerator: Accelerator, recipe: Recipe) -> AbstractContextManager[None]:
+def reading_own_shard(gear: Gear, accelerator: Accelerator, recipe: Recipe) -> AbstractContextManager[None]:
     """Let from_pretrained keep only this rank's shard of each weight, if the engine shards them and the method can.
 
     DoRA needs the norm of each full row of a matrix, and 4-bit weights are sharded after their quantization.
     """
     needs_all = recipe.model.quantize is not None or recipe.adapter.method == "dora"
-    rows = None if needs_all else fsdp_loading.row_range(accelerator)
+    rows = None if needs_all else fsdp_loading.row_range(accelerator, gear.degree("ep"))
     return fsdp_loading.reading(rows, whole_ends=bool(recipe.model.add_tokens))
 
 
@@ -345,10 +345,10 @@ def prepare(
         optimizer = accelerator.prepare(optimizer)
     elif gear.degree("tp") > 1:
         # accelerate 1.15's prepare() would first import a name that transformers 5.23 no longer has.
-        with fsdp_loading.wrapping(model, accelerator):
+        with fsdp_loading.wrapping(model, accelerator, gear.degree("ep")):
             model, optimizer = accelerator._prepare_fsdp2(model, optimizer)
     elif gear.engine == "fsdp":
-        with fsdp_loading.wrapping(model, accelerator):
+        with fsdp_loading.wrapping(model, accelerator, gear.degree("ep")):
             model, optimizer = accelerator.prepare(model, optimizer)
     else:
         if gear.engine == "zero":
@@ -362,6 +362,7 @@ def prepare(
             raise UserError(f"{gear.path}: {one_line(error, 300)}; use accelerate_configs/fsdp.yaml") from None
     if gear.degree("tp") > 1:
         model.config.distributed_config = None  # else transformers' save_pretrained waits for all ranks
+    if gear.has_several_meshes:
         split_groups_by_mesh(unwrap_optimizer(optimizer))
     if type(unwrap_optimizer(optimizer)).__module__.startswith("bitsandbytes"):
         step_on_local_shards(unwrap_optimizer(optimizer))

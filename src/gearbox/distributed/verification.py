@@ -22,6 +22,7 @@ from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.distributed.tensor_parallel import split_parameters
 from gearbox.errors import UserError
 from gearbox.kernels import blocks
+from gearbox.sharding.experts import names_of_experts
 from gearbox.sharding.sharded_state import Zero3Shard, shard_of
 from gearbox.sharding.unwrap import frees_weights, num_gathered_ahead, resharded_parameters, without_adapter
 from gearbox.world import World, merged
@@ -116,7 +117,7 @@ def _requested_engine(gear: Gear) -> str:
         "tp": "one model",
         "pp": f"pipeline, {gear.schedule}",
     }
-    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "sp", "pp")}
+    degrees = {name: gear.degree(name) for name in ("dp_replicate", "tp", "ep", "sp", "pp")}
     return _described(names[gear.engine], {**degrees, "offload": gear.offload})
 
 
@@ -134,7 +135,7 @@ def _running_engine(model: nn.Module) -> str:
     if isinstance(model, Pipeline):
         return _described(f"pipeline, {model.schedule}", degrees | {"pp": model.stage.count})
     if isinstance(model, FSDPModule):
-        return _described("FSDP2", degrees | {"offload": _fsdp_offload(model)})
+        return _described("FSDP2", degrees | {"ep": _running_ep(model), "offload": _fsdp_offload(model)})
     if hasattr(model, "zero_optimization_stage"):
         zero = cast("DeepSpeedEngine", model)
         degrees |= {"sp": zero.sequence_parallel_size, "offload": _zero_offload(zero)}
@@ -145,12 +146,20 @@ def _running_engine(model: nn.Module) -> str:
 def _mesh_degrees(model: nn.Module) -> dict[str, int]:
     """Return the degrees of parallelism that the parameters' meshes show."""
     meshes = {p.device_mesh: p.placements for p in model.parameters() if isinstance(p, DTensor)}
-    degrees = {"dp_replicate": 1, "tp": 1}
+    degrees = {"dp_replicate": 1, "tp": 1, "ep": 1}
     for mesh, placements in meshes.items():
         for i, name in enumerate(mesh.mesh_dim_names or ()):
             if name == "tp" or (name == "dp_replicate" and placements[i].is_replicate()):
                 degrees[name] = mesh.size(i)
     return degrees
+
+
+def _running_ep(model: nn.Module) -> int:
+    """Return the number of ranks that divide the experts, as the experts' meshes show; the least of all layers."""
+    divided = names_of_experts(model)
+    meshes = [getattr(p, "device_mesh", None) for name, p in model.named_parameters() if name in divided]
+    dimensions = [dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if mesh else {} for mesh in meshes]
+    return min([sizes.get("ep", 1) for sizes in dimensions], default=1)
 
 
 def _fsdp_offload(model: nn.Module) -> str | None:

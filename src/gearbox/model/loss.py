@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.kernels import head as heads
-from gearbox.model.router_loss import load_balance_loss, resolve_router_weight
+from gearbox.model.router_loss import count_loads, is_balanced, load_balance_loss, resolve_router_weight
 from gearbox.rows.batches import IGNORE_INDEX
 from gearbox.sharding.unwrap import decoder_of, without_adapter
 
@@ -64,7 +64,8 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     head = causal_lm.get_output_embeddings()
     uses_flash = is_flash_attention_requested(causal_lm.config)  # also by kernels from the Hub
     causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
-    causal_lm.router_sum = 0.0
+    causal_lm.router_sum, causal_lm.balanced = 0.0, None
+    count_loads(causal_lm)
     causal_lm.loss_path = LossPath()
     decoder = decoder_of(causal_lm)
     forward = _forward_with_loss(causal_lm.forward, decoder, head, uses_flash)
@@ -97,6 +98,7 @@ def _forward_with_loss(
             input_ids, inputs["position_ids"] = input_ids.view(1, -1), positions.view(1, -1)
         options: dict[str, Any] = {name: inputs[name] for name in PLACES if inputs.get(name) is not None}
         balances = self.router_weight and torch.is_grad_enabled()
+        self.balanced = None if labels is None else is_balanced(labels)
         options |= {"output_router_logits": True} if balances else {}
         if self.loss_path.own_logits and labels is not None:
             decoded = usual_forward(input_ids=input_ids, **options)

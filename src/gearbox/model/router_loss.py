@@ -1,4 +1,4 @@
-"""Compute the load-balancing loss of a mixture of experts."""
+"""Compute the load-balancing loss of a mixture of experts, and count the tokens of each expert."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def load_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Ten
 
     router_logits: [B * T, E] of each layer. labels: [B, T].
     """
-    is_target = labels != IGNORE_INDEX
-    counts = is_target.flip(1).cumsum(1).flip(1) > 0  # [B, T]
+    is_target, counts = labels != IGNORE_INDEX, is_balanced(labels)
     num_tokens = counts.sum(1).clamp(min=1)[:, None]
     figures = []
     for logits in router_logits:
@@ -39,6 +38,49 @@ def load_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Ten
         shares = (chosen * counts[..., None]).sum(1) / num_tokens
         figures.append(probabilities.shape[-1] * (shares * probabilities.sum(1) / num_tokens).sum(-1))
     return (torch.stack(figures).mean(0) * is_target.sum(1)).sum()
+
+
+def is_balanced(labels: torch.Tensor) -> torch.Tensor:
+    """Return True for each token up to the last target of its row, [B, T]: padding does not count."""
+    return (labels != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
+
+
+def count_loads(causal_lm: PreTrainedModel) -> None:
+    """Let training passes count the tokens of each expert in `expert_loads` [L, E]; None without experts.
+
+    The forward pass sets `balanced` to the tokens that count, [B, T]. A layer that is computed again in the backward
+    pass counts them again, which changes no ratio.
+    """
+    plan = causal_lm._expand_parallel_plan(causal_lm.ep_plan or {})
+    layers = [causal_lm.get_submodule(name) for name, style in plan.items() if style == "ep_dispatch_experts"]
+    causal_lm.expert_loads = torch.zeros(len(layers), layers[0].num_experts) if layers else None
+
+    def count(layer: int, chosen: torch.Tensor) -> None:
+        balanced = causal_lm.balanced
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if balanced is not None and balanced.numel() == len(chosen):
+            loads = causal_lm.expert_loads = causal_lm.expert_loads.to(chosen.device)
+            counts = balanced.flatten()[:, None].expand_as(chosen).flatten()
+            loads[layer].scatter_add_(0, chosen.flatten(), counts.to(loads.dtype))
+
+    for number, experts in enumerate(layers):
+        # The second argument of experts is the number of each expert that a token has chosen, [N, K].
+        experts.register_forward_pre_hook(lambda _, inputs, number=number: count(number, inputs[1]))
+
+
+def pop_loads(model: torch.nn.Module) -> torch.Tensor | None:
+    """Return and reset the tokens of each expert on this rank since the last call, [L, E]; None without experts."""
+    causal_lm = without_adapter(model)
+    loads: torch.Tensor | None = causal_lm.expert_loads
+    causal_lm.expert_loads = None if loads is None else torch.zeros_like(loads)
+    return loads
+
+
+def imbalance(loads: torch.Tensor, num_groups: int) -> float:
+    """Return the tokens of the fullest of equal groups of experts, relative to the mean group, averaged over layers."""
+    groups = loads.view(len(loads), num_groups, -1).sum(2)
+    return float((groups.amax(1) / groups.mean(1)).mean())
 
 
 def router_weight(model: torch.nn.Module) -> float:

@@ -140,9 +140,12 @@ def _rank(option: Option) -> tuple[bool, bool, bool, float, float, int]:
 
 
 def check_shapes(shape: Architecture, gear: Gear) -> None:
-    """Raise UserError if the gear cannot divide the layers or the heads of a model."""
+    """Raise UserError if the gear cannot divide the layers, the experts or the heads of a model."""
     if gear.degree("pp") > shape.num_layers:
         raise UserError(f"{gear.path}: {gear.degree('pp')} stages, but the model has {shape.num_layers} layers")
+    num_experts = shape.experts.count if shape.experts else 0
+    if gear.degree("ep") > 1 and (not num_experts or num_experts % gear.num_processes):
+        raise UserError(f"{gear.path}: {gear.num_processes} ranks cannot divide {num_experts} experts")
     tp, sp = gear.degree("tp"), gear.degree("sp")
     if shape.heads % tp or shape.key_heads % tp:
         raise UserError(f"{gear.path}: tp={tp} does not divide {shape.heads} heads and {shape.key_heads} key heads")

@@ -23,7 +23,7 @@ MAX_POINTS = 1000  # points of one curve; a longer one is drawn with every n-th 
 CURVES = {
     "loss": ("loss", "eval_loss"),
     "exact match": ("eval_exact_match",),
-    "load imbalance of the experts": ("router_loss",),
+    "load imbalance of the experts": ("router_loss", "expert_load", "rank_load"),
     "gradient norm": ("grad_norm",),
     "learning rate": ("lr",),
     "tokens per second": ("tokens_per_second",),

@@ -122,11 +122,8 @@ class Metrics:
         marks: dict[str, JsonScalar] = {"spike": True} if is_spike else {}
         if self.idle_since is not None and step == self.first_step:
             marks["seconds_without_a_step"] = round(time.time() - self.idle_since, 1)
-        optional = {
-            "idle": result.idle,
-            "router_loss": result.router_loss,
-            "memory_predicted_bytes": self.predicted_bytes,
-        }
+        optional = {name: getattr(result, name) for name in ("idle", "router_loss", "expert_load", "rank_load")}
+        optional["memory_predicted_bytes"] = self.predicted_bytes
         self.log(
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -150,6 +147,8 @@ class Metrics:
         text = f"loss {result.loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s"
         if result.idle is not None:
             text += f"  {result.idle:.0%} idle"
+        if result.expert_load is not None:
+            text += f"  load {result.expert_load:.2f}"
         self.bar.update(self.task, completed=step, text=text)
         if result.skipped:
             self.screen.print(f"step {step}/{self.num_steps}  loss or gradients not finite: step skipped on all ranks")

@@ -8,9 +8,9 @@ model, a stand-in has the shape of the full matrix, and a single value in memory
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,11 +22,13 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed.sharding_utils import _dtensor_from_local_like
 
 from gearbox.errors import UserError, one_line
+from gearbox.sharding.experts import divide_experts, expert_part, is_of_experts, names_of_experts
 from gearbox.sharding.sharded_state import block_offsets, persistent_buffers
 from gearbox.sharding.unwrap import are_separate, shares_parameters, without_adapter
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
 OWN_ROWS = "own_rows"
 """The attribute of a stand-in with this rank's rows of the weight."""
@@ -42,18 +44,21 @@ class RowRange:
     index: int
     count: int
     device: torch.device
+    ep: int = 1
+    """The number of ranks that hold different experts."""
 
-    def of(self, num_rows: int) -> slice:
+    def of(self, num_rows: int, of_experts: bool) -> slice:
         """Return this part of `num_rows` rows. All parts but the last ones are equally long; the last may be empty."""
         size = -(-num_rows // self.count)
-        return slice(min(self.index * size, num_rows), min((self.index + 1) * size, num_rows))
+        index = expert_part(self.index, self.count, self.ep) if of_experts else self.index
+        return slice(min(index * size, num_rows), min((index + 1) * size, num_rows))
 
-    def copy(self, full: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def copy(self, full: torch.Tensor, dtype: torch.dtype, of_experts: bool) -> torch.Tensor:
         """Return a copy of this part of a weight in `dtype`."""
-        return full[self.of(len(full))].to(self.device, dtype, copy=True).contiguous()
+        return full[self.of(len(full), of_experts)].to(self.device, dtype, copy=True).contiguous()
 
 
-def row_range(accelerator: Accelerator) -> RowRange | None:
+def row_range(accelerator: Accelerator, ep: int) -> RowRange | None:
     """Return the rows of this rank under FSDP2, or None if its engine does not shard a model without weights."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or not plugin.cpu_ram_efficient_loading or not dist.is_initialized():
@@ -64,7 +69,7 @@ def row_range(accelerator: Accelerator) -> RowRange | None:
         shards = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
         index, count = shards.get_coordinate()[-1], shards.size(shards.ndim - 1)
     is_offloaded = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
-    return RowRange(index, count, torch.device("cpu") if is_offloaded else accelerator.device)
+    return RowRange(index, count, torch.device("cpu") if is_offloaded else accelerator.device, ep)
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def reading(rows: RowRange | None, whole_ends: bool = False) -> Iterator[None]:
         stand_in = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(shape)
         set_parameter(model, name, stand_in, *others)
         parameter = getattr(module, own_name)
-        setattr(parameter, OWN_ROWS, rows.copy(value, dtype))
+        setattr(parameter, OWN_ROWS, rows.copy(value, dtype, is_of_experts(model, name)))
         if name in {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}:
             setattr(parameter, MAPPED, value)
         if isinstance(parameter, DTensor):  # transformers has given the stand-in memory
@@ -151,6 +156,7 @@ def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, torc
     parallelism has divided them among ranks. Every rank must call this.
     """
     filled: dict[str, torch.Tensor] = {}
+    experts = names_of_experts(model)
     has_tp = any(isinstance(tensor, DTensor) for tensor in full.values())
     for name, sharded in model.state_dict().items():
         assert isinstance(sharded, DTensor), name
@@ -158,13 +164,13 @@ def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, torc
             local = parts[name]
         elif has_tp:
             whole = full[name]
-            local = rows.copy(whole.to_local() if isinstance(whole, DTensor) else whole, sharded.dtype)
+            local = rows.copy(whole.to_local() if isinstance(whole, DTensor) else whole, sharded.dtype, False)
         else:
             sent = full[name].detach().to(sharded.device_mesh.device_type).contiguous()
             dist.broadcast(sent, 0)
-            local = rows.copy(sent, sharded.dtype)
+            local = rows.copy(sent, sharded.dtype, name in experts)
         expected = sharded.to_local()
-        first = rows.of(len(sharded)).start
+        first = rows.of(len(sharded), name in experts).start
         assert has_tp or not expected.numel() or block_offsets(sharded, expected)[0] == first, name
         assert (local.shape, local.dtype) == (expected.shape, expected.dtype), name
         filled[name] = DTensor.from_local(
@@ -179,8 +185,8 @@ def _fill(model: nn.Module, parts: dict[str, torch.Tensor], full: dict[str, torc
 
 
 @contextmanager
-def wrapping(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Let accelerate wrap a model for FSDP2 with the rows that this rank has read.
+def wrapping(model: nn.Module, accelerator: Accelerator, ep: int) -> Iterator[None]:
+    """Let accelerate wrap a model for FSDP2 with the rows that this rank has read, and its experts divided by `ep`.
 
     accelerate would send all weights from rank 0. It also fails on persistent buffers and on layers that are not there.
     The persistent buffers, such as a router's correction bias, are taken from rank 0. They count as not persistent
@@ -201,7 +207,18 @@ def wrapping(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         held_back.append((model.get_submodule(parent), own_name))
     for module, name in held_back:
         module._non_persistent_buffers_set.add(name)
-    rows, parts, usual = row_range(accelerator), _collect(model), fsdp_utils.fsdp2_load_full_state_dict
+    rows, parts, usual = row_range(accelerator, ep), _collect(model), fsdp_utils.fsdp2_load_full_state_dict
+    usual_policy = fsdp_utils.fsdp2_prepare_auto_wrap_policy
+
+    def divide_first(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+        # Among the inputs of experts are the routers' weights, which other gears do not round either.
+        policy = replace(plugin.mixed_precision_policy, cast_forward_inputs=False)
+        options = {"reshard_after_forward": plugin.reshard_after_forward, "offload_policy": plugin.cpu_offload}
+        divide_experts(model, ep, accelerator.device.type, options | {"mp_policy": policy})
+        return cast("Callable[[nn.Module], bool] | None", usual_policy(plugin, model))
+
+    if ep > 1:
+        fsdp_utils.fsdp2_prepare_auto_wrap_policy = divide_first
     if rows is not None:
         fsdp_utils.fsdp2_load_full_state_dict = lambda _, sharded, full, **__: _fill(sharded, parts, full, rows)
     try:
@@ -213,6 +230,7 @@ def wrapping(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         raise UserError(f"{key}: {one_line(error)} Remove the key to wrap the layers of the family") from None
     finally:
         fsdp_utils.fsdp2_load_full_state_dict = usual
+        fsdp_utils.fsdp2_prepare_auto_wrap_policy = usual_policy
     for module, name in held_back:
         module._non_persistent_buffers_set.discard(name)
     for name in ("get_input_embeddings", "get_output_embeddings"):

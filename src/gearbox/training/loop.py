@@ -14,7 +14,7 @@ from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.errors import UserError
 from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
 from gearbox.model.optimizer import learning_rate
-from gearbox.model.router_loss import pop_router_loss, router_weight
+from gearbox.model.router_loss import imbalance, pop_loads, pop_router_loss, router_weight
 from gearbox.rows import batches
 from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
@@ -83,7 +83,8 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat
                 heartbeat("gradient norm")
                 # All numbers are read here, so that the host waits once and queues the next step behind the optimizer.
                 grad_norm = engine.clip_gradients(max_grad_norm)
-                result = StepResult(float(step_loss), grad_norm, mean_router_loss(engine, batch.num_targets))
+                router_loss, loads = mean_router_loss(engine, batch.num_targets), loads_of_experts(engine)
+                result = StepResult(float(step_loss), grad_norm, router_loss, *loads)
                 engine.step_and_zero(skip=not math.isfinite(grad_norm))
     return result
 
@@ -121,6 +122,17 @@ def mean_router_loss(engine: Engine, num_targets: int) -> float | None:
     if not router_weight(engine.unwrapped):
         return None
     return float(engine.sum_over_ranks(pop_router_loss(engine.unwrapped))) / max(1, num_targets)
+
+
+def loads_of_experts(engine: Engine) -> tuple[float | None, float | None]:
+    """Return the step's imbalance of tokens over experts, and over the ranks that divide them, or None."""
+    loads, ep = pop_loads(engine.unwrapped), engine.job.gear.degree("ep")
+    if loads is None or engine.job.gear.shares_rows:  # a rank then sees parts of rows
+        return None, None
+    loads = engine.sum_over_ranks(loads)
+    if not loads.any():  # compiled layers do not count
+        return None, None
+    return imbalance(loads, loads.shape[1]), imbalance(loads, ep) if ep > 1 else None
 
 
 def evaluate_if_due(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox import processes
 from gearbox.checkpoint import disk_space
-from gearbox.config.compatibility import check_architecture
+from gearbox.checks.architecture import check_architecture
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
@@ -148,7 +148,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
     placing = {**engines.loading_options(gear, accelerator, recipe), "attn_implementation": attention}
-    with processes.returning_free_memory(), engines.reading_own_shard(accelerator, recipe):
+    with processes.returning_free_memory(), engines.reading_own_shard(gear, accelerator, recipe):
         loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
