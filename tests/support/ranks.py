@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import accelerate.commands.launch as launcher
 import bitsandbytes  # noqa: F401  warm
@@ -209,6 +210,14 @@ def _wait(children: list[int]) -> list[int]:
                 os.kill(child, 9)
         time.sleep(0.02)
     return [codes[child] for child in children]
+
+
+def supervise_warm(runs: Path, flags: list[str], arguments: list[str], output: IO[str]) -> int:
+    """Train on forked ranks in the place of `supervisor.supervise`. Return the exit code."""
+    gear, num_ranks = (flag.partition("=")[2] for flag in flags)
+    outcome = run_ranks(gear, arguments, runs, int(num_ranks))
+    output.write(outcome.output)
+    return max(outcome.codes)
 
 
 def run_ranks(
