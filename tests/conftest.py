@@ -3,6 +3,7 @@
 from support.environment import ROOT  # isort: skip  first, since it sets variables that other imports read
 
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from gearbox.checkpoint.train_state import TrainState
 from support import bucket, kinds, ledger
 from support.documents import make_chats
-from support.ranks import Outcome, run_ranks, skip_loading_back
+from support.ranks import Outcome, loaded_back_warm, run_ranks, skip_loading_back
 
 kinds.watch_processes()
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test depends on speed
@@ -58,7 +59,7 @@ def train(tmp_path, chats, monkeypatch):
 
     train("fsdp", "optim.lr=1e-3", ranks=2) -> Outcome
 
-    Reloading the model in a fresh process takes 5 s, so only runs with load_back do it.
+    Only runs with load_back reload the saved model, in a forked process. A fresh one takes 5 s: load_back="cold".
     """
 
     def call(
@@ -66,7 +67,7 @@ def train(tmp_path, chats, monkeypatch):
         *overrides: str,
         recipe: str = "recipes/tiny.yaml",
         ranks: int | None = None,
-        load_back: bool = False,
+        load_back: bool | str = False,
         meanwhile=lambda children: None,
     ) -> Outcome:
         if not load_back:
@@ -79,7 +80,8 @@ def train(tmp_path, chats, monkeypatch):
         }  # fmt: skip
         given = dict(override.split("=", 1) for override in overrides)
         arguments = [recipe, *(f"{key}={value}" for key, value in (small | given).items())]
-        return run_ranks(gear, arguments, tmp_path / "runs", ranks, meanwhile)
+        with loaded_back_warm(monkeypatch) if load_back is True else nullcontext():
+            return run_ranks(gear, arguments, tmp_path / "runs", ranks, meanwhile)
 
     return call
 

@@ -11,6 +11,7 @@ from support.gears import model_for, why_no_disk_operations
 
 pytestmark = pytest.mark.cold
 
+FEWER = {"ddp": 2}  # a rank takes 5 s to import; other gears start cold with the 4 ranks of their files
 GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 
 
@@ -18,8 +19,9 @@ GEARS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"
 def test_every_gear(tmp_path, chats, gear):
     if gear == "zero3_nvme" and (reason := why_no_disk_operations()):
         pytest.skip(reason)
+    flags = f"--num_processes {FEWER[gear]}" if gear in FEWER else ""
     arguments = shlex.join([*small(tmp_path, chats).split(), *model_for(gear)])
-    outcome = shell(f"accelerate launch --config_file accelerate_configs/{gear}.yaml src/train.py {arguments}")
+    outcome = shell(f"accelerate launch --config_file accelerate_configs/{gear}.yaml {flags} src/train.py {arguments}")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     folder = tmp_path / "runs" / f"tiny-{gear}"
     assert f"model saved to {folder}/model" in last_line(outcome.stdout)
@@ -27,7 +29,8 @@ def test_every_gear(tmp_path, chats, gear):
         "base", "checkpoints", "lock", "metrics.jsonl", "model", "report.html", "resolved.yaml", "status.json",
         "tensorboard",
     ]  # fmt: skip
-    ranks = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
+    in_file = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
+    ranks = FEWER.get(gear, in_file)
     assert f"ranks{ranks:>20}" in outcome.stdout
     for line in ("held-out loss", "before", "after", "reloaded in a fresh process", "no GPU: running"):
         assert outcome.stdout.count(line) == (2 if line in ("before", "after", "held-out loss") else 1), line

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -17,8 +18,10 @@ from gearbox import ROOT
 from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe
 from gearbox.kernels import attention
+from gearbox.launch import supervisor
 from gearbox.reporting import run_comparison
 from support import gpu, gpu_kernels, gpu_parts
+from support.ranks import skip_loading_back, supervise_warm
 
 HARDWARE = {"GPUs": "1 x some GPU"}
 TESTS = """
@@ -252,14 +255,30 @@ def setting(tmp_path_factory):
     return gpu_parts.Setting(tmp_path_factory.mktemp("gpu"), 0, steps=6, weights_every=2, overrides=changes)
 
 
-@pytest.mark.cold
-def test_parity_and_resuming_on_the_cpu(setting):
+@pytest.fixture
+def warm(setting, monkeypatch):
+    """Train on forked ranks: the real launcher takes 10 s of imports a run, and the test of resuming uses it."""
+    skip_loading_back(monkeypatch)
+    monkeypatch.setattr(supervisor, "supervise", partial(supervise_warm, setting.folder))
+
+
+@pytest.mark.ranks
+def test_parity_on_the_cpu(setting, warm):
     figures = {}
     gpu_parts.run_part("parity-fsdp-bf16", setting, figures)
     assert figures["ranks"] == "2" and float(figures["loss"]) <= 1e-5 and "moments" in figures
+    check_that_a_difference_is_found(setting, gpu_parts.reference(setting, "bf16"))
+
+
+@pytest.mark.cold
+def test_resuming_on_the_cpu(setting, monkeypatch):
+    with monkeypatch.context() as patch:
+        skip_loading_back(patch)
+        patch.setattr(supervisor, "supervise", partial(supervise_warm, setting.folder))
+        gpu_parts.reference(setting, "bf16")
+    figures = {}
     gpu_parts.run_part("resume-single", setting, figures)
     assert 2 <= int(figures["killed after step"]) < 6 and float(figures["loss"]) == 0
-    check_that_a_difference_is_found(setting, gpu_parts.reference(setting, "bf16"))
 
 
 def check_that_a_difference_is_found(setting, run) -> None:
@@ -274,15 +293,15 @@ def check_that_a_difference_is_found(setting, run) -> None:
         gpu_parts.compare(setting, other, "bf16", run_comparison.Compared("single", run), {})
 
 
-@pytest.mark.cold
-def test_an_optimizer_is_compared_with_adamw(setting):
+@pytest.mark.ranks
+def test_an_optimizer_is_compared_with_adamw(setting, warm):
     figures = {}
     gpu_parts.run_part("optimizer-adamw_8bit", setting, figures)
     assert set(figures) == {"largest difference of a loss", "size of the checkpoint"}
 
 
 @pytest.mark.cold
-def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting):
+def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting, warm):
     figures = {}
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

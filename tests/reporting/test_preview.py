@@ -8,6 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
+import preview as script
 from gearbox import ROOT
 from gearbox.reporting import plan, preview
 from support.corpora import arranged, jsonl, recipe_of
@@ -15,14 +16,14 @@ from support.documents import Made
 
 
 @pytest.fixture
-def call(tmp_path):
-    """Run src/preview.py on a file of these records."""
+def shown(tmp_path, capsys):
+    """Show a file of these records as src/preview.py does, in this process. Return what it prints."""
     path = tmp_path / "a.jsonl"
 
-    def run(records: list, *arguments: str) -> subprocess.CompletedProcess:
+    def run(records: list, *arguments: str) -> str:
         path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n")
-        command = [sys.executable, "src/preview.py", f"data.path={path}", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        script.main([f"data.path={path}", *arguments])
+        return capsys.readouterr().out
 
     return run
 
@@ -31,15 +32,13 @@ def chat(question: str, answer: str) -> dict:
     return {"instruction": question, "output": answer}
 
 
-@pytest.mark.cold
-def test_documents_and_counts(call):
+def test_documents_and_counts(shown):
     records = [chat(f"q{i}", "é a") for i in range(40)] + [chat("q1", "é a"), chat("x" * 200, "a"), "{"]
-    done = call(records, "--rows", "2", "eval.fraction=0.2", "data.on_bad_row=skip", "batch.row_tokens=64")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    shown = [line for line in lines if line.startswith("<|user|>")]
-    assert len(shown) == 2 and all(
-        re.fullmatch(r"<\|user\|>q\d+<\|end\|><\|assistant\|>«é a<\|end\|>»", s) for s in shown
+    given = ("eval.fraction=0.2", "data.on_bad_row=skip", "batch.row_tokens=64")
+    lines = shown(records, "--rows", "2", *given).splitlines()
+    documents = [line for line in lines if line.startswith("<|user|>")]
+    assert len(documents) == 2 and all(
+        re.fullmatch(r"<\|user\|>q\d+<\|end\|><\|assistant\|>«é a<\|end\|>»", each) for each in documents
     )
     facts = {
         line[:24].strip(): line[24:]
@@ -66,12 +65,10 @@ def test_many_documents_that_are_cut_are_a_warning(tokenizer, tmp_path, num_long
     assert "warning" not in plan.data_facts(recipe_of(path, *split), *arranged(tokenizer, path, *split), tokenizer)
 
 
-@pytest.mark.cold
-def test_one_line_of_json_a_document_in_file_order(call, tokenizer):
+def test_one_line_of_json_a_document_in_file_order(shown, tokenizer):
     records = [chat("q", "a"), "{", chat("x" * 99, "a"), chat("long", "b" * 99), {"instruction": "q", "output": None}]
-    done = call(records, "--json", "eval.fraction=0", "data.on_bad_row=skip", "batch.row_tokens=32")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    given = ("eval.fraction=0", "data.on_bad_row=skip", "batch.row_tokens=32")
+    lines = [json.loads(line) for line in shown(records, "--json", *given).splitlines()]
     assert [line["place"].rpartition(":")[2] for line in lines] == ["1", "2", "3", "4", "5"]
     assert [line["use"] for line in lines] == ["trained", "dropped", "dropped", "trained", "dropped"]
     assert [line.get("reason", "")[:16] for line in lines] == [
@@ -101,13 +98,14 @@ def test_a_closed_pipe_is_not_an_error(tmp_path):
 
 
 @pytest.mark.cold
-def test_user_errors_are_one_line(call):
+def test_user_errors_are_one_line():
     for arguments, said in [
         (["--rows", "many"], "usage: python src/preview.py"),
         (["--jsn"], "expected [RECIPE]"),
         (["data.supervise=us"], "data.supervise: input should be 'assistant', 'last' or 'all', found 'us'"),
     ]:
-        done = call([chat("q", "a")], *arguments)
+        command = [sys.executable, "src/preview.py", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 

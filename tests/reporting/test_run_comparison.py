@@ -17,7 +17,7 @@ from gearbox.launch import supervisor
 from gearbox.reporting import run_comparison
 from gearbox.training import loop
 from support.breakages import averaged_per_micro_batch, clipped_at_auto
-from support.ranks import run_ranks, skip_loading_back
+from support.ranks import skip_loading_back, supervise_warm
 from support.repository import HEAVY
 
 SMALL = ("batch.rows=6", "batch.row_tokens=128", "batch.micro_rows=1", "optim.max_grad_norm=0.5")
@@ -36,12 +36,9 @@ def compare(tmp_path, chats, monkeypatch, capsys):
 
     def call(gears: str, *arguments: str, meddle=lambda gear, patch: None) -> tuple[int, str]:
         def train(flags: list[str], given: list[str], output) -> int:
-            gear, ranks = (flag.partition("=")[2] for flag in flags)
             with monkeypatch.context() as patch:
-                meddle(gear.split("/")[-1].removesuffix(".yaml"), patch)
-                outcome = run_ranks(gear, given, tmp_path / "runs", int(ranks))
-            output.write(outcome.output)
-            return max(outcome.codes)
+                meddle(Path(flags[0].partition("=")[2]).stem, patch)
+                return supervise_warm(tmp_path / "runs", flags, given, output)
 
         monkeypatch.setattr(supervisor, "supervise", train)
         given = ["--gears", gears, "--steps", "6", f"run.dir={tmp_path}/runs", f"data.path={chats}", *SMALL]

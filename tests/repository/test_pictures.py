@@ -2,14 +2,21 @@
 
 import io
 import re
+import subprocess
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import parity
 from gearbox import ROOT
+from gearbox.launch import supervisor
 from pictures import drawings, measure, proof, records, screenshot
+from support.ranks import skip_loading_back, supervise_warm
 from support.repository import GUIDES
 
 RECORDS = records.read()
@@ -94,8 +101,17 @@ def test_bytes_are_measured_as_recorded(tmp_path, monkeypatch):
         assert by_rank == RECORDS["memory"]["gears"][gear]
 
 
-@pytest.mark.cold
-def test_parity_is_measured(tmp_path, monkeypatch):
+@pytest.mark.ranks
+def test_parity_is_measured(tmp_path, monkeypatch, capsys):
+    """Run src/parity.py in this process and its gears on forked ranks: three fresh processes take half a minute."""
+
+    def run(command: list[str], **_) -> subprocess.CompletedProcess:
+        assert Path(command[1]).resolve() == Path(parity.__file__)
+        return subprocess.CompletedProcess(command, parity.main(command[2:]), *capsys.readouterr())
+
+    skip_loading_back(monkeypatch)
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(supervisor, "supervise", partial(supervise_warm, tmp_path))
     monkeypatch.setattr(measure, "PARITY_GEARS", ("single:1", "ddp:2"))
     measured = measure.parity(tmp_path, monkeypatch, num_steps=2)
     assert [*measured["losses"]] == ["single", "ddp"] and "--gears single:1,ddp:2" in measured["command"]

@@ -141,6 +141,17 @@ def test_parts_of_other_sources_or_sizes_are_refused(chats, tmp_path):
         preparation(recipe_of(chats), tmp_path / "p", num_records=21)
 
 
+def test_what_a_killed_process_left_is_removed_with_the_index(prepared, chats):
+    before = files_of(prepared)
+    (prepared / "index.json").unlink()
+    probe = prepared / "shards" / "probe.tmp-1234abcd-renamed"  # a kill while filesystem.rename_problem renames
+    probe.mkdir()
+    (probe / "file").write_bytes(b"x")
+    (prepared / "shards" / "00003.lock").touch()
+    prepare(recipe_of(chats), prepared)
+    assert files_of(prepared) == before
+
+
 def test_a_damaged_shard_is_refused_before_the_index(prepared, chats):
     (prepared / "index.json").unlink()
     file = prepared / "shards" / "00003" / "documents.arrow"

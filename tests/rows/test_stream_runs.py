@@ -15,7 +15,7 @@ from support import ledger
 from support.faults import at_step, kill, patch_step
 from support.shards import opened, prepare, recipe_of
 
-NUM_KILLS = 20
+NUM_KILLS = 8
 GEARS = [("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2)]
 SETTINGS = (
     *("train.epochs=2", "schedule.name=constant", "save.every=2", "eval.every=20", "data.shuffle_shards=2"),

@@ -4,14 +4,19 @@ from support.environment import ROOT  # isort: skip  first: it sets variables th
 
 import faulthandler
 import gc
+import io
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import accelerate.commands.launch as launcher
 import bitsandbytes  # noqa: F401  warm
@@ -29,9 +34,11 @@ from safetensors.torch import load_file
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
+import ask
 import train as train_script
 from gearbox.config.gear import load_gear
 from gearbox.errors import UserError
+from gearbox.reporting import preview
 from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
 from support import kinds
 
@@ -143,6 +150,50 @@ def skip_loading_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finish, "ask_saved", lambda *_: "(not asked)")
 
 
+@contextmanager
+def loaded_back_warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a process forked from here reload the model of the next run, because a fresh process takes 5 s to start.
+
+    Like a fresh process, it has never been a rank.
+    """
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        _answer(theirs)
+
+    def ask_saved(folder: Path, command: list[str], _) -> str:
+        with ours.makefile("rw") as pipe:
+            print(json.dumps(command), file=pipe, flush=True)
+            answer, error = json.loads(pipe.readline())
+        if error:
+            raise RuntimeError(f"{folder} was saved but cannot be reloaded:\n{error}")
+        return preview.short(answer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "ask_saved", ask_saved)
+        yield
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    ours.close()
+    theirs.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run src/ask.py with the arguments that arrive, send what it prints or its error, and exit."""
+    gc.freeze()
+    torch.set_num_threads(1)  # as in a rank
+    printed, error = io.StringIO(), ""
+    with connection.makefile("rw") as pipe:
+        command = json.loads(pipe.readline())
+        try:
+            with redirect_stdout(printed):
+                ask.main(command[1:])
+        except BaseException:
+            error = traceback.format_exc()
+        print(json.dumps([printed.getvalue(), error]), file=pipe, flush=True)
+    os._exit(0)
+
+
 def _wait(children: list[int]) -> list[int]:
     codes: dict[int, int] = {}
     deadline = time.monotonic() + TIMEOUT
@@ -159,6 +210,14 @@ def _wait(children: list[int]) -> list[int]:
                 os.kill(child, 9)
         time.sleep(0.02)
     return [codes[child] for child in children]
+
+
+def supervise_warm(runs: Path, flags: list[str], arguments: list[str], output: IO[str]) -> int:
+    """Train on forked ranks in the place of `supervisor.supervise`. Return the exit code."""
+    gear, num_ranks = (flag.partition("=")[2] for flag in flags)
+    outcome = run_ranks(gear, arguments, runs, int(num_ranks))
+    output.write(outcome.output)
+    return max(outcome.codes)
 
 
 def run_ranks(

@@ -26,7 +26,7 @@ def test_a_signal_while_the_saved_model_is_asked(train, tmp_path, monkeypatch, n
     (tmp_path / "src").mkdir()
     (tmp_path / "src/ask.py").write_text(ASK.format(src=str(ROOT / "src"), pid=str(pid), signal=name))
     monkeypatch.setattr(finish, "ROOT", tmp_path)
-    outcome = train("single", "run.name=x", load_back=True)
+    outcome = train("single", "run.name=x", load_back="cold")
     assert outcome.codes == [code], outcome.output
     asking = int(pid.read_text())
     with suppress(psutil.NoSuchProcess):
@@ -44,7 +44,7 @@ def test_a_signal_while_the_saved_model_is_asked(train, tmp_path, monkeypatch, n
 def test_a_model_that_does_not_fit_in_memory_twice_is_not_asked(train, monkeypatch, method, needed):
     monkeypatch.setattr(finish, "ask_saved", lambda *_: pytest.fail("it would be loaded"))
     monkeypatch.setattr(processes, "free_memory", lambda: 2**18)
-    outcome = train("single", f"adapter.method={method}", "run.name=x", load_back=True)
+    outcome = train("single", f"adapter.method={method}", "run.name=x", load_back="cold")
     assert outcome.codes == [0], outcome.output
     status = json.loads((outcome.folder / "status.json").read_text())
     why = f"the saved model was not asked: 0.2 MiB of host memory free, {needed} needed; run: python "

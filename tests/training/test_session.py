@@ -13,6 +13,7 @@ from gearbox import ROOT
 from gearbox.data import corpus, tokenization
 from gearbox.distributed import process_group
 from gearbox.model import loading
+from support import ranks
 from support.corpora import jsonl
 
 
@@ -78,7 +79,8 @@ def test_dropped_documents_are_listed_in_the_runs_folder(train, tmp_path):
     assert (read, dropped) == (30, 2) and read == trained + held_out + dropped
 
 
-def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path):
+def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 2)  # the launcher would end the waiting rank at once
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 5}])
     outcome = train("ddp", f"data.path={path}", ranks=2)
     assert outcome.codes[0] == 2 and outcome.folder is None

@@ -221,8 +221,9 @@ class Preparation:
             if (index := self._finished()) is None:
                 index = self._combine(folders, [self._read(folder) for folder in folders])
                 index.write(self.folder / INDEX)
-            for left in [lock_path, *(self.folder / SHARDS).glob("*.lock")]:  # the latter by processes that were killed
-                left.unlink(missing_ok=True)
+            shards = self.folder / SHARDS
+            for left in [lock_path, *shards.glob("*.lock"), *shards.glob("*.tmp-*")]:  # by processes that were killed
+                filesystem.remove(left)
             return index
         finally:
             lock.release()
