@@ -160,8 +160,8 @@ def best_by_count(
 
 def compare_with_simulation(screen: Screen, found: list[strategy.Option], config: Config) -> list[report.Figures]:
     """Run a step of each gear on tensors without memory, print it beside the closed form, and return the figures."""
-    with cli.importing("torch"):
-        from gearbox.simulation.step import simulate
+    from gearbox.simulation.simulate import simulate
+
     figures = []
     for option in found:
         with cli.status(f"simulating {option.gear.name}"):

@@ -72,6 +72,8 @@ def _refusal(job: Job) -> str:
         return "pp: a stage waits for real tensors of the others; the closed form covers it"
     if gear.engine == "fsdp" and gear.degree("tp") > 1:
         return f"{gear.name}: FSDP2 cannot place tensors without memory that tp divides; the closed form covers it"
+    if gear.degree("ep") > 1:
+        return f"{gear.name}: the values of tokens decide which ranks they are sent to; the closed form covers it"
     if perf.kernels == "liger":
         return "perf.kernels: Liger's kernels need a GPU; simulate with auto"
     if perf.float8:

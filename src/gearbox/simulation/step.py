@@ -179,7 +179,7 @@ def _build(job: Job, folder: str, plan: _Plan, gpu: FakeGPU) -> Engine:
     options = {**engines.loading_options(gear, accelerator, recipe), "attn_implementation": plan.attention}
     rows = None
     if gear.engine == "fsdp" and recipe.model.quantize is None and recipe.adapter.method != "dora":
-        rows = fsdp_loading.row_range(accelerator)
+        rows = fsdp_loading.row_range(accelerator, gear.degree("ep"))
     on_host = gear.engine == "fsdp" and recipe.model.quantize is None
 
     def load_weights(
@@ -255,7 +255,7 @@ def _fake_parameter(
         made = torch.empty(local.shape, dtype=dtype, device=device)
     else:
         made = torch.full((1,), 0, dtype=dtype).expand(local.shape)
-        mine = rows.of(len(local))
+        mine = rows.of(len(local), of_experts=False)  # rank 0 has the first part of all
         part = torch.empty((mine.stop - mine.start, *local.shape[1:]), dtype=dtype, device=rows.device)
     if isinstance(meta, DTensor):
         mesh, placements = meta.device_mesh, meta.placements
