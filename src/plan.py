@@ -42,9 +42,9 @@ from gearbox.launch import cli
 from gearbox.planning import report, strategy
 from gearbox.planning.architecture import Architecture, Config, model_of_size, read_config
 from gearbox.planning.cost import measured_mfu
-from gearbox.planning.gpus import Gpu, gpu_named
+from gearbox.planning.gpus import ANY_MEMORY, Gpu, gpu_named
 
-ANY_SIZE = Gpu("GPU of any size", 2**62)
+ANY_SIZE = Gpu("GPU of any size", ANY_MEMORY)
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -127,8 +127,8 @@ def config_of(recipe: Recipe, recipe_path: Path) -> Config:
         name = recipe.model.name.replace("/", "--")
         raise UserError(
             located(
-                f"model.name: the config.json of {recipe.model.name!r} is not on this machine; download the model, "
-                f"save the file as recipes/architectures/{name}.json, or give --params 7B",
+                f"model.name: the config.json of {recipe.model.name!r} is not on this machine; save it as "
+                f"recipes/architectures/{name}.json, or give --params 7B",
                 recipe,
                 recipe_path,
             )
@@ -159,7 +159,7 @@ def best_by_count(
 
 
 def compare_with_simulation(screen: Screen, found: list[strategy.Option], config: Config) -> list[report.Figures]:
-    """Run a step of each gear on tensors without memory, print it beside the closed form, and return the figures."""
+    """Run a step of each gear on tensors without memory, compare it with the closed form, and return the figures."""
     from gearbox.simulation.simulate import simulate
 
     figures = []

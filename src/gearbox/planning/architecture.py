@@ -26,7 +26,7 @@ KNOWN = sorted(ARCHITECTURES.glob("*.json"))
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes the layers of a family. A string is the key of config.json that decides."""
+    """Describe the layers of a family. A string is the key of config.json that decides."""
 
     qkv_bias: bool | str = False
     """Biases of the queries, keys and values."""
@@ -231,7 +231,7 @@ class Architecture:
 
     @property
     def matrices(self) -> Iterator[tuple[Matrix, int]]:
-        """Each linear layer of all blocks, and in how many layers it is. Experts and routers are none."""
+        """Yield each linear layer of a block, and the number of blocks that have it, without experts and routers."""
         yield from ((matrix, self.num_layers) for matrix in self.attention)
         yield from ((matrix, self.num_layers - self.num_sparse) for matrix in self.mlp)
         yield from ((matrix, self.num_sparse) for matrix in self.shared)
@@ -302,7 +302,7 @@ def model_of_size(text: str) -> str:
         if abs(math.log(known[name] / wanted)) < math.log(1.25):
             return name
     sizes = ", ".join(f"{count / 1e9:.3g}B" for count in sorted({*known.values()}))
-    raise UserError(f"--params: {text!r} is no known size; the models of recipes/architectures have {sizes}")
+    raise UserError(f"--params: {text!r} is not a known size; the models of recipes/architectures have {sizes}")
 
 
 def places(model: Model) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """Estimate what a step computes and sends, and from that the time and the price of a run.
 
-Operations and bytes are exact for the formulas given; time rests on two assumptions, which the plan prints: the share
-of a GPU's peak that products of matrices reach, and that communication runs while the GPU computes.
+Time rests on two assumptions, which the plan prints: the share of its peak that a GPU reaches, and that it
+communicates while it computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gearbox import ROOT
 from gearbox.config.job import Job
 from gearbox.planning.architecture import Architecture
 from gearbox.planning.gpus import HOST_LINK, NETWORK, Gpu
-from gearbox.planning.layer_memory import BF16, FP32, Setup
+from gearbox.planning.layer_memory import BF16, FP32, Layer, Setup
 from gearbox.planning.memory import Part
 
 MFU = 0.4  # share of the peak: 38 to 43 % for Llama 3 405B on 16,384 H100 (arXiv 2407.21783, table 4)
@@ -24,7 +24,7 @@ MEASURED = ROOT / "benchmarks" / "mfu.json"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step takes."""
+    """Describe what a step takes."""
 
     flops: float
     """Operations of all ranks, with what checkpointing computes again."""
@@ -104,13 +104,16 @@ def sent_per_step(shape: Architecture, setup: Setup, job: Job) -> float:
         sums = 2 * reduced if gear.zero_stage == 1 else reduced * rounds
         sent = (sums + BF16 * trained) * (gear.data_parallel - 1) / gear.data_parallel
     elif gear.engine == "fsdp" or gear.zero_stage == 3:
-        gathered = 2 * BF16 * (trained + frozen) / setup.tp
-        sent = rounds * (gathered + reduced / setup.tp) * share
+        total = shape.num_weights
+        part = 1 - shape.num_sparse * _not_gathered(Layer(shape, setup, True)) / total
+        sent = rounds * part * (2 * BF16 * (trained + frozen) + reduced) / setup.tp * share
         if (replicas := gear.degree("dp_replicate")) > 1:
             sent += rounds * 2 * reduced * (1 - share) * (replicas - 1) / replicas
     if setup.tp > 1:  # four all-reduces of the hidden states in each layer, and more if it is computed again
         passes = 6 if setup.checkpointing in ("full", "offload") else 4
         sent += passes * shape.num_layers * tokens * shape.width * BF16 * 2 * (setup.tp - 1) / setup.tp
+    if setup.ep > 1 and shape.experts is not None:  # tokens to their experts and back, in both directions
+        sent += 4 * shape.num_sparse * tokens * shape.experts.chosen * shape.width * BF16 * (setup.ep - 1) / setup.ep
     if setup.stages > 1:
         sent += 2 * tokens * shape.width * BF16 + 2 * reduced * (gear.data_parallel - 1) / gear.data_parallel
     if setup.key_tokens:
@@ -118,3 +121,7 @@ def sent_per_step(shape: Architecture, setup: Setup, job: Job) -> float:
         kept = 4 * shape.width if gear.degree("sp") > 1 else 4 * shape.key_heads * shape.head_size
         sent += 2 * shape.num_layers * tokens * kept * BF16 * (parts - 1) / (parts if gear.degree("sp") > 1 else 1)
     return sent
+
+
+def _not_gathered(layer: Layer) -> int:
+    return layer.num_weights - layer.gathered_weights

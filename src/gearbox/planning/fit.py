@@ -47,9 +47,8 @@ class Fit:
         if self.prediction is None or self.prediction.state_bytes <= self.available:
             return None
         return (
-            f"model.name: weights, gradients and optimizer state take {format_bytes(self.prediction.state_bytes)} on "
-            f"each rank, and there are {format_bytes(self.available)}; use more ranks under fsdp, an adapter, or "
-            "another gear: python src/plan.py shows which fit"
+            f"model.name: weights, gradients and optimizer state take {format_bytes(self.prediction.state_bytes)} of "
+            f"{format_bytes(self.available)}; use more ranks under fsdp, or an adapter (see src/plan.py)"
         )
 
     def warning(self) -> str | None:
@@ -57,7 +56,6 @@ class Fit:
         if self.prediction is None or self.prediction.peak_bytes <= self.available or self.problem():
             return None
         return (
-            f"the plan needs {format_bytes(self.prediction.peak_bytes)} on each rank at the peak, in "
-            f"{self.prediction.moment}, and there are {format_bytes(self.available)}; lower batch.micro_rows, set "
-            "perf.checkpointing=full, or see python src/plan.py"
+            f"{self.prediction.moment} needs {format_bytes(self.prediction.peak_bytes)} of "
+            f"{format_bytes(self.available)} memory; lower batch.micro_rows, or set perf.checkpointing=full"
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gearbox.errors import UserError, nearest
 
 GIB = 2**30
+ANY_MEMORY = 2**62  # of a GPU that nobody has named
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ WHOLE = Shares(1, 1, 1)
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides the memory of a step: the sizes that a rank computes, and what its engine holds and gathers."""
+    """Describe what decides the memory of a step: what a rank computes, and what its engine holds and gathers."""
 
     method: str
     """full, lora, dora, qlora or qdora."""
@@ -55,6 +55,8 @@ class Setup:
     """True if the weights of a layer are gathered when it computes."""
     zero_stage: int = 0
     offload: str | None = None
+    ep: int = 1
+    """Ranks that hold different experts."""
     tp: int = 1
     """Ranks that divide each matrix."""
     stages: int = 1
@@ -100,6 +102,7 @@ class Setup:
             gathers=gear.engine == "fsdp" or gear.zero_stage == 3,
             zero_stage=gear.zero_stage,
             offload=gear.offload,
+            ep=gear.degree("ep"),
             tp=gear.degree("tp"),
             stages=stages,
             in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
@@ -128,7 +131,7 @@ class Setup:
 
 
 def pass_tokens(recipe: Recipe, on_cpu: bool) -> int | None:
-    """Return the most tokens of a forward pass over packed rows, or None for complete rows, as training/loop.py."""
+    """Return the most tokens of a forward pass, as training/loop.py limits it, or None for complete rows."""
     if not recipe.data.packing:
         return None
     by_default = on_cpu and recipe.adapter.method != "none" and not recipe.perf.compile
@@ -183,6 +186,14 @@ class Layer:
     def num_weights(self) -> int:
         """The number of weights on one rank."""
         return self.shape.layer_weights(self.is_sparse) // self.setup.tp
+
+    @property
+    def gathered_weights(self) -> int:
+        """The number of weights that a rank gathers: of experts that ranks divide, those of its part."""
+        experts = self.shape.experts if self.is_sparse else None
+        divided = experts.num_weights(self.shape.width) if experts is not None else 0
+        own = divided // self.setup.ep if self.setup.ep < self.setup.shares.weights else 0
+        return self.num_weights - (divided - own if self.setup.ep > 1 else 0)
 
     @property
     def adapter_weights(self) -> int:

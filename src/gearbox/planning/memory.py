@@ -112,7 +112,7 @@ class Part:
             in_layers = sum(self._frozen(layer, each) for layer in self.layers)
             frozen = (in_layers + setup.compute * self.outside) / shares.weights
         state = trained * moments_of(setup, self)
-        if setup.zero_stage:  # bf16 copies, and fp32 masters beside the moments
+        if setup.zero_stage:  # bf16 copies; the fp32 masters count as optimizer state
             copies = setup.compute if setup.zero_stage == 1 else 0
             return {
                 "weights": trained * setup.compute / shares.weights + frozen,
@@ -162,7 +162,7 @@ class Part:
         return {
             "activations": self.kept() + self.in_states(),
             "head": (FP32 + (BF16 if setup.compute == BF16 else 0)) * self.head_weights,
-            "gathered": setup.compute * (self.head_weights + self.layers[-1].num_weights),
+            "gathered": setup.compute * (self.head_weights + self.layers[-1].gathered_weights),
         }
 
     def in_states(self) -> float:
@@ -181,7 +181,8 @@ class Part:
         gathered = 0.0
         if setup.gathers:
             reduced = FP32 * (1 + 1 / setup.shares.gradients) + setup.compute
-            gathered = 2 * setup.compute * largest.num_weights + reduced * largest.trained
+            kept = largest.gathered_weights / largest.num_weights
+            gathered = 2 * setup.compute * largest.gathered_weights + reduced * largest.trained * kept
         return {
             "activations": self.kept() + self.in_states() + max(layer.backward() for layer in self.layers),
             "gathered": gathered,

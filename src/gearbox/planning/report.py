@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gearbox.console import Screen, styled
 from gearbox.planning.architecture import Architecture
-from gearbox.planning.gpus import GIB
+from gearbox.planning.gpus import ANY_MEMORY, GIB
 from gearbox.planning.memory import TERMS
 from gearbox.planning.strategy import Machines, Option, reason
 
@@ -107,7 +107,7 @@ def show_best(screen: Screen, best: Option, machines: Machines, num_steps: int |
             lines["time"] += f"; {duration(num_steps * cost.seconds)} for {num_steps:,} steps"
             if price is not None:
                 lines["price"] = f"{price * hours * machines.total:,.2f} at {price:g} per GPU and hour"
-        lines["assumed"] = f"{machines.mfu:.0%} of {gpu.tflops:,.0f} TFLOP/s; communication runs beside it"
+        lines["assumed"] = f"{machines.mfu:.0%} of {gpu.tflops:,.0f} TFLOP/s; communication runs at the same time"
     for label, text in lines.items():
         screen.print(styled((f"{label:<14}", "cyan"), text))
 
@@ -129,6 +129,10 @@ def show_verdict(screen: Screen, text: str, advice: Iterable[str]) -> None:
 def verdict(found: list[Option], shape: Architecture, machines: Machines) -> str:
     """Return one line: the cheapest gear that fits, its largest micro-batch, and the reason in words."""
     best = found[0]
+    if machines.gpu.memory == ANY_MEMORY:
+        least = min(found, key=lambda option: option.prediction.peak_bytes)
+        needs = f"{least.gear.name} needs least, {gib(least.prediction.peak_bytes)} GiB a GPU"
+        return f"{best.gear.name} needs {gib(best.prediction.peak_bytes)} GiB a GPU, and {needs}; name a GPU with --gpu"
     if best.fits:
         rows = best.largest_micro_rows(shape)
         room = f"batch.micro_rows up to {rows}" if rows > 1 else "one row at a time"

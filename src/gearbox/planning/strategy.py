@@ -78,7 +78,7 @@ class Option:
 
 
 def with_micro_rows(job: Job, rows: int) -> Job:
-    """Return the job with micro-batches of so many rows."""
+    """Return the job with another number of rows in a micro-batch."""
     recipe = with_values(job.recipe, "batch", micro_rows=rows)
     batch = type(job.batch).divide(recipe.batch.rows, job.gear.data_parallel, rows)
     return replace(job, recipe=recipe, batch=batch)
@@ -144,7 +144,9 @@ def check_shapes(shape: Architecture, gear: Gear) -> None:
     if gear.degree("pp") > shape.num_layers:
         raise UserError(f"{gear.path}: {gear.degree('pp')} stages, but the model has {shape.num_layers} layers")
     num_experts = shape.experts.count if shape.experts else 0
-    if gear.degree("ep") > 1 and (not num_experts or num_experts % gear.num_processes):
+    if gear.degree("ep") > 1 and not num_experts:
+        raise UserError(f"{gear.path}: the model has no experts to divide")
+    if num_experts % (gear.num_processes if gear.degree("ep") > 1 else 1):
         raise UserError(f"{gear.path}: {gear.num_processes} ranks cannot divide {num_experts} experts")
     tp, sp = gear.degree("tp"), gear.degree("sp")
     if shape.heads % tp or shape.key_heads % tp:
@@ -153,7 +155,7 @@ def check_shapes(shape: Architecture, gear: Gear) -> None:
         raise UserError(f"{gear.path}: sp={sp} does not divide {shape.heads} heads and {shape.key_heads} key heads")
 
 
-SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "pp", "ring", "ulysses")
+SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "zero3", "hsdp", "tp", "fsdp_tp", "ep", "pp", "ring", "ulysses")
 """Gears that are equally fast, in the order of preference: those that exchange less and need fewer settings first."""
 WHY = {
     "single": "it fits on one GPU, so there is nothing to exchange",
@@ -165,6 +167,7 @@ WHY = {
     "hsdp": "each machine holds one copy of the model, so that only gradients cross the slower network",
     "tp": "each GPU computes a part of each matrix, which also divides the activations",
     "fsdp_tp": "GPUs divide each matrix, and share those parts with other groups",
+    "ep": "each GPU holds some of the experts, and sends tokens to them instead of gathering experts",
     "pp": "each GPU holds some of the layers, and sends only hidden states",
     "ulysses": "rows are too long for one GPU, so that GPUs divide the tokens of each row",
     "ring": "rows are too long for one GPU, so that GPUs divide the tokens of each row",

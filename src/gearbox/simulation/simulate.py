@@ -1,4 +1,4 @@
-"""Simulate a training step of a job in a process of its own. This module imports no torch."""
+"""Simulate a training step of a job in a child process. This module imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="assignment, method-assign, attr-defined, no-untyped-call"
 """Build a model on a fake GPU under a gear's real engine, and take training steps as rank 0.
 
-Run this module in a process of its own. It joins a process group without other ranks, and replaces functions that
+Run this module in a child process. It joins a process group without other ranks, and replaces functions that
 would touch memory.
 """
 
