@@ -33,10 +33,10 @@ from gearbox import console
 from gearbox.checks import agreement
 from gearbox.checks.agreement import Examined
 from gearbox.checks.finding import Finding, Locator, Said
-from gearbox.checks.hardware import Gpu
 from gearbox.config.gear import gear_path, read_gear
 from gearbox.errors import UserError
 from gearbox.launch import cli
+from gearbox.planning.gpus import Gpu, gpu_named
 from gearbox.training import resume
 from launch import launcher_flags
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     gear_file = Path(gear_path(options.get("--config_file", "single")))
     flags = launcher_flags([word for word in words if word.startswith("-") and word != "--json"])
     recipe_path, overrides = cli.split_arguments([word for word in words if not word.startswith("-")])
-    gpu = Gpu.named(options["--gpu"]) if "--gpu" in options else first_gpu()
+    gpu = gpu_named(options["--gpu"]) if "--gpu" in options else first_gpu()
     examined = agreement.examine(recipe_path, overrides, read_gear(gear_file, flags), gpu)
     findings = sorted([*examined.findings, *of_run_folder(examined)], key=lambda one: (one.file, one.line or 0))
     num_problems = sum(one.severity == "problem" for one in findings)
@@ -105,7 +105,7 @@ def first_gpu() -> Gpu | None:
         from gearbox.doctor import nvidia_smi
 
         row = nvidia_smi.query_gpus(["name", "memory.total", "compute_cap"])[0]
-        return Gpu(row["name"], int(row["memory.total"]) * 2**20, float(row["compute_cap"]))
+        return Gpu(row["name"], int(row["memory.total"]) * 2**20, capability=float(row["compute_cap"]))
     return None
 
 

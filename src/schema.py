@@ -84,6 +84,7 @@ GEAR_READ_NEXT = """## Read next
 """
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minItems": "items ≥"}
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
+Schema = dict[str, Any]  # a part of a JSON Schema
 
 
 def schema() -> str:
@@ -91,7 +92,7 @@ def schema() -> str:
     return json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
 
 
-def values(key: dict[str, Any]) -> str:
+def values(key: Schema) -> str:
     """Return the values that a key takes, in Markdown, such as `integer ≥ 1` or `` `adamw`, `adamw_8bit` ``."""
     if choices := key.get("enum", [key["const"]] if "const" in key else []):
         return ", ".join(f"`{choice}`" for choice in choices)
@@ -107,7 +108,7 @@ def values(key: dict[str, Any]) -> str:
     return " ".join([TYPES[key["type"]], *bounds])
 
 
-def table(group: dict[str, Any]) -> Iterator[str]:
+def table(group: Schema) -> Iterator[str]:
     """Yield the lines of a group's table: key, values, default, meaning. Deprecated keys are left out."""
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"

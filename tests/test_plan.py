@@ -52,7 +52,7 @@ def test_without_gpus_counts_and_methods_are_compared(capsys):
         (["--nodes=-1"], "--nodes: must be above 0"),
         (["--mfu=40"], "--mfu: must be above 0 and at most 1"),
         (["--method=magic"], "--method: 'magic' is unknown"),
-        (["--params=1T"], "--params: '1T' is no known size"),
+        (["--params=1T"], "--params: '1T' is not a known size"),
         (["--gear=fdsp", "--gpus=2"], "--gear: 'fdsp' is unknown"),
         (["--gear=single", "--gpus=2"], "--gear: single: uses 1 of 2 GPUs"),
         (["model.name=no/where"], "the config.json of 'no/where' is not on this machine"),

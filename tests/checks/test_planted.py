@@ -9,8 +9,8 @@ import pytest
 
 from gearbox import ROOT
 from gearbox.checks import agreement
-from gearbox.checks.hardware import Gpu
 from gearbox.config.gear import read_gear
+from gearbox.planning.gpus import gpu_named
 
 MODEL_FILES = ("config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 TEXT = '{"text": "one"}\n{"text": "two"}\n'
@@ -183,8 +183,8 @@ PLANTED = [
         "999 is no token",
     ),
     # The GPU
-    Planted("single", f'{C}: "hidden_size": 256 -> "hidden_size": 32768', f"{R}: name: ", "optimizer take", "gpu=16GB"),
-    hint("single", f"{R}: micro_rows: 8 -> micro_rows: 8", f"{R}: name: ", "a step takes", "gpu=0.4GB"),
+    Planted("single", f'{C}: "hidden_size": 256 -> "hidden_size": 32768', f"{R}: name: ", "optimizer state take", "gpu=16GB"),
+    hint("single", "", f"{R}: micro_rows: ", "GiB of 0.40 GiB memory", "gpu=0.4GB"),
     hint("ddp", "", f"{G}: mixed_precision", "bf16 is slow below 8.0", "gpu=T4"),
     hint("zero2", "", f"{Z}: bf16", "V100-32GB has compute capability 7.0", "gpu=V100-32GB"),
     hint(
@@ -234,7 +234,7 @@ def test_a_planted_disagreement_is_found(tmp_path, monkeypatch, planted):
     for word in [word for word in words if word.isupper() or word.startswith(("ACCEL", "FSDP"))]:
         monkeypatch.setenv(*word.split("="))
     flags = dict(word[2:].split("=") for word in words if word.startswith("--"))
-    gpu = next((Gpu.named(word[4:]) for word in words if word.startswith("gpu=")), None)
+    gpu = next((gpu_named(word[4:]) for word in words if word.startswith("gpu=")), None)
     overrides = [word for word in words if "." in word and not word.startswith(("--", "gpu="))]
     found = agreement.examine(tmp_path / R, overrides, read_gear(tmp_path / G, flags), gpu).findings
 

@@ -211,7 +211,7 @@ def test_flash_attention_is_refused_without_its_package(monkeypatch):
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do(tmp_path):
     from transformers import PretrainedConfig
 
-    from gearbox.checks.architecture import check_architecture
+    from gearbox.checks.model import check_architecture
 
     def refusal(name, flags, **changes):
         shape = {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}

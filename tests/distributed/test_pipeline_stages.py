@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gearbox.checks.architecture import check_architecture
+from gearbox.checks.model import check_architecture
 from gearbox.config.gear import load_gear
 from gearbox.distributed import pipeline_stages
 from gearbox.errors import UserError

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from gearbox.checks import documents, hardware, lengths, model, tokenizer
 from gearbox.checks.finding import Finding, Locator, Said
-from gearbox.checks.hardware import Gpu
 from gearbox.checks.subject import Subject
 from gearbox.config.compatibility import conflicts
 from gearbox.config.gear import Gear, read_gear
@@ -18,6 +17,7 @@ from gearbox.config.loader import located, read_recipe
 from gearbox.errors import UserError
 from gearbox.launch.cli import split_arguments
 from gearbox.launch.launched_gear import gear_file
+from gearbox.planning.gpus import Gpu
 
 GearRead = tuple[Gear | None, list[str]]  # as `read_gear` returns it
 

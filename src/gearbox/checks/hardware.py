@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gearbox.checks.finding import Said
-from gearbox.errors import UserError
-from gearbox.planning.architecture import Architecture
-from gearbox.planning.gpus import GIB, gpu_named
-from gearbox.planning.memory import predict
+from gearbox.planning.fit import Fit
 
 if TYPE_CHECKING:
     from gearbox.checks.subject import Subject
 
 BF16_SINCE, FLOAT8_SINCE = 8.0, 8.9
-# Compute capabilities, by a part of the name.
-CAPABILITIES = {
-    "V100": 7.0, "T4": 7.5, "A100": 8.0, "A10": 8.6, "A6000": 8.6, "RTX 3090": 8.6, "L4": 8.9, "RTX 4090": 8.9,
-    "H100": 9.0, "H200": 9.0, "B200": 10.0, "RTX 5090": 12.0,
-}  # fmt: skip
-
-
-class Gpu(NamedTuple):
-    """A kind of GPU."""
-
-    name: str
-    memory: int
-    """Bytes."""
-    capability: float | None
-    """Compute capability; None if the name does not give it."""
-
-    @classmethod
-    def named(cls, name: str) -> Gpu:
-        """Return the GPU with this name, such as A100-40GB, T4 or 24GB. Raise UserError for an unknown one."""
-        known = gpu_named(name)
-        found = [part for part in CAPABILITIES if known.name.replace("-", " ").startswith(part)]
-        return cls(known.name, known.memory, CAPABILITIES[max(found, key=len)] if found else None)
 
 
 def precision(subject: Subject) -> Iterator[Said]:
@@ -73,17 +48,8 @@ def plan(subject: Subject) -> Iterator[Said]:
     job, gpu, config = subject.job, subject.gpu, subject.model.config
     if job is None or gpu is None or config is None or subject.recipe.run.rehearse:
         return
-    try:
-        prediction = predict(Architecture.of(config), job)
-    except (UserError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return  # a family without a closed form, or a size that is no number
-    states, peak = prediction.state_bytes > gpu.memory, prediction.peak_bytes > gpu.memory
-    if states or peak:
-        needed = f"{(prediction.state_bytes if states else prediction.peak_bytes) / GIB:.1f} GiB on each GPU"
-        what = f"weights, gradients and optimizer take {needed}" if states else f"a step takes {needed}"
-        gpus = f"--gpu={gpu.name} --gpus={job.gear.num_processes}"
-        yield subject.say(
-            f"model.name: {what}, and {gpu.name} has {gpu.memory / GIB:.1f} GiB; run python src/plan.py "
-            f"{job.recipe_path} {gpus} for what fits",
-            "problem" if states else "hint",
-        )
+    fit = Fit.of(config, job, gpu.memory)
+    if text := fit.problem():
+        yield subject.say(text)
+    elif text := fit.warning():
+        yield subject.say(f"batch.micro_rows: {text}", "hint")

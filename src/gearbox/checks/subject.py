@@ -9,12 +9,12 @@ from pathlib import Path
 from gearbox.checks.documents import FirstRecords
 from gearbox.checks.family import PlainConfig
 from gearbox.checks.finding import Said, Severity
-from gearbox.checks.hardware import Gpu
 from gearbox.config.job import Job
 from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Model, Recipe
 from gearbox.filesystem import read_json_object
 from gearbox.planning.architecture import ARCHITECTURES, places
+from gearbox.planning.gpus import Gpu
 
 MAX_TOKENIZER_BYTES = 64 * 2**20  # a larger file takes seconds, and is left to the run
 

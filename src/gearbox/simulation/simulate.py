@@ -7,15 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gearbox.config.job import Job
 from gearbox.errors import UserError
 from gearbox.filesystem import read_json_object
 from gearbox.launch.environment import without_launcher
+from gearbox.planning.architecture import Config
 
 SOURCE = Path(__file__).parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -37,7 +36,7 @@ class Simulation:
     """The time that the simulation took."""
 
 
-def simulate(job: Job, config: Mapping[str, Any]) -> Simulation:
+def simulate(job: Job, config: Config) -> Simulation:
     """Run a step of a job on tensors without memory. `config` is the content of the model's config.json.
 
     Raise UserError for a job that cannot be simulated.

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from gearbox import processes
 from gearbox.checkpoint import disk_space
-from gearbox.checks.architecture import check_architecture
+from gearbox.checks.model import check_architecture
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
