@@ -183,7 +183,7 @@ PLANTED = [
         "999 is no token",
     ),
     # The GPU
-    Planted("single", f'{C}: "hidden_size": 256 -> "hidden_size": 32768', f"{R}: name: ", "optimizer state take", "gpu=16GB"),
+    Planted("single", f'{C}: "hidden_size": 256 -> "hidden_size": 32768', f"{R}: name: ", "state take", "gpu=16GB"),
     hint("single", "", f"{R}: micro_rows: ", "GiB of 0.40 GiB memory", "gpu=0.4GB"),
     hint("ddp", "", f"{G}: mixed_precision", "bf16 is slow below 8.0", "gpu=T4"),
     hint("zero2", "", f"{Z}: bf16", "V100-32GB has compute capability 7.0", "gpu=V100-32GB"),
