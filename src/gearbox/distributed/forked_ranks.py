@@ -29,6 +29,7 @@ import peft  # noqa: F401  warm
 import torch
 import torch.utils.tensorboard
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch._C._distributed_c10d import TCPStore
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
@@ -83,7 +84,7 @@ def fork_ranks(
     """
     # Like torch's launcher, this process hosts the store where the ranks meet. A port chosen for rank 0's own store
     # could be taken by then.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # No child connects before all are forked. The store's thread resolves the name of each client. A child forked
     # during that inherits the resolver's held lock, and waits for it forever.
     all_forked, last_fork = os.pipe()
