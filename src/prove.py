@@ -41,8 +41,7 @@ def main(arguments: list[str]) -> int:
     overrides = [*overrides, *fixed, *changed, "run.rehearse=true"]
     folder = Path(recipe.run.dir) / f"proof-{recipe_path.stem}"
     page_path = Path(options.page) if options.page else folder / "proof.md"
-    if page_path.suffix != ".md":
-        raise UserError(f"--page: {page_path}: give a file that ends in .md")
+    check_page(page_path)
     settings.prepare_imports()
 
     with cli.importing("torch"):
@@ -58,11 +57,22 @@ def main(arguments: list[str]) -> int:
     )
     with prover.locked(folder):
         proof = prover.Prover(request, train.main, screen).prove()
+        if not proof.of("ran") and not proof.of("failed"):
+            raise UserError(f"{recipe_path}: no gear runs it: {proof.gears[0].problems[0]}")
         picture = page.write(proof, page_path)
     screen.print(f"{page.headline(proof)}; page: {page_path}; badge: {picture}")
     for line in page.paste(proof, page_path, picture):
         screen.print(f"  {line}")
     return 1 if proof.of("failed") else 0
+
+
+def check_page(path: Path) -> None:
+    """Raise UserError if the page or its badge would replace another file."""
+    if path.suffix != ".md":
+        raise UserError(f"--page: {path}: give a file that ends in .md")
+    for place, begin in ((path, "# Proof of "), (path.with_suffix(".svg"), "<svg ")):
+        if place.exists() and not (place.is_file() and place.read_bytes().startswith(begin.encode())):
+            raise UserError(f"--page: {place} exists, and it was not written by this command; give another name")
 
 
 def read_arguments(arguments: list[str]) -> Namespace:

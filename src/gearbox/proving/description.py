@@ -25,12 +25,6 @@ SHOWN_CHARACTERS = 1200  # of the document on the page
 COMPARED_TOKENS = 64  # on which reloaded models are compared
 
 
-def method(recipe: Recipe) -> str:
-    """Return the training method's usual name: full, lora, dora, qlora or qdora."""
-    name = recipe.adapter.method
-    return "full" if name == "none" else f"q{name}" if recipe.model.quantize else name
-
-
 def made() -> str:
     """Return when and where something was made, with the versions of the libraries."""
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)

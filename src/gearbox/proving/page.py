@@ -15,7 +15,7 @@ COLUMNS = ("gear", "ranks", "result", "loss", "gradient norm", "resumed", "resum
 LEGEND = """- **loss**, **gradient norm**: the largest difference from the first gear in any step, divided by its value.
 - **resumed**: stopped after half of the steps and resumed under the same gear, compared with the uninterrupted run.
 - **resumed from**: resumed from a checkpoint of that gear, compared with the first gear. Both columns show the largest
-  difference of loss, gradient norm, weights and optimizer moments, each relative as in `src/parity.py --help`.
+  difference of loss, gradient norm, weights and optimizer moments, each relative (`docs/parity.md` defines them).
 - **exported**: the tensors of the saved model that equal those of the first gear in every byte, and the largest
   difference of a weight in the others.
 - **reloaded**: a fresh process loaded the saved model; the largest difference of its logits from those of the first
@@ -77,7 +77,7 @@ def table(proof: Proof) -> list[str]:
         word = f"**{one.outcome}**" if one.outcome == "failed" else one.outcome
         cells = [f"`{one.gear}`", str(one.num_ranks), word + "".join(marks), *_figures(one, proof)]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *[""][: len(reasons)], *(f"{i}. {_plain(why)}" for i, why in enumerate(reasons, start=1))]
+    return [*lines, *[""][: len(reasons)], *(f"{i}. {plain(why)}" for i, why in enumerate(reasons, start=1))]
 
 
 def _figures(one: GearResult, proof: Proof) -> list[str]:
@@ -116,10 +116,10 @@ def real(proof: Proof) -> list[str]:
     facts = proof.facts
     assert facts is not None
     return [
-        f"Model: {_plain(facts.model)}, family `{facts.family}` ({_plain(facts.architecture)}), method {proof.method}.",
-        f"Config: {_plain(facts.config)}, narrowed to a few layers. The weights are random.",
-        f"Tokenizer: {_plain(facts.tokenizer)}. Chat template: {_plain(facts.template)}.",
-        f"Data: {_plain(facts.data)}.",
+        f"Model: {plain(facts.model)}, family `{facts.family}` ({plain(facts.architecture)}), method {proof.method}.",
+        f"Config: {plain(facts.config)}, narrowed to a few layers. The weights are random.",
+        f"Tokenizer: {plain(facts.tokenizer)}. Chat template: {plain(facts.template)}.",
+        f"Data: {plain(facts.data)}.",
         *(f"Changed: `{key}={value}`; {why}." for key, value, why in proof.changes),
     ]
 
@@ -156,7 +156,7 @@ def badge(name: str, text: str, has_passed: bool) -> str:
 """
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Return text from a file so that Markdown shows it as it is, on one line."""
     line = " ".join(text.split())
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#" else letter for letter in line)

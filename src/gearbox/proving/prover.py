@@ -27,11 +27,13 @@ from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, forked_ranks
 from gearbox.errors import UserError
 from gearbox.launch.environment import CALLER_RELOADS
+from gearbox.model import loading
 from gearbox.proving import description, exports
 from gearbox.proving.record import Compared, Facts, GearResult, Proof, all_finite, read_proof
 from gearbox.proving.runs import Ended, delete_large, ended, launch
 from gearbox.proving.settings import STEPS, Change, label
 from gearbox.reporting import run_comparison
+from gearbox.sharding import unwrap
 from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
 
 RECORD = "proof.json"
@@ -77,7 +79,7 @@ class Prover:
         self.folder, self.path = request.folder, request.folder / RECORD
         key, recipe = request.key(), request.recipe
         found = read_proof(self.path)
-        self.proof = Proof(key=key, recipe=str(request.recipe_path), method=description.method(recipe), steps=STEPS)
+        self.proof = Proof(key=key, recipe=str(request.recipe_path), method=recipe.method, steps=STEPS)
         self.proof.changes = [(one.key, one.value, one.why) for one in request.changes]
         if found is not None and found.key == key and not found.is_complete:
             self.proof = found
@@ -87,13 +89,14 @@ class Prover:
         self.tolerances = run_comparison.TOLERANCES[self.proof.precision]
 
     def prove(self) -> Proof:
-        """Take every step that is not recorded yet. Raise UserError if no gear can run the recipe."""
+        """Take every step that is not recorded yet. Raise UserError if the model or the data cannot be read."""
         proof, request = self.proof, self.request
         proof.made = description.made()
         forked_ranks.warm_up()
         if proof.facts is None:
             proof.facts = self._describe()
             proof.write(self.path)
+        unwrap.model_class(loading.load_config(request.recipe.model, rehearse=True))  # imports the family before forks
         for number, gear in enumerate(request.gears, start=1):
             if any(one.name == label(gear) for one in proof.gears):
                 continue
@@ -103,10 +106,7 @@ class Prover:
             said = result.outcome + "".join(f"; {problem}" for problem in result.problems)
             self.screen.print(f"{number} of {len(request.gears)}: {result.name}: {said}")
         if proof.reference is None:
-            self._delete_large()
-            reasons = [f"{one.name}: {one.problems[0]}" for one in proof.gears]
-            if not proof.of("failed"):
-                raise UserError(f"{request.recipe_path}: no gear can run it; {reasons[0]}")
+            self.screen.print("no gear has run")
         elif not proof.is_reloaded:
             self._move_to_reference(proof.reference)
             self._reload()
@@ -136,13 +136,13 @@ class Prover:
         name = label(gear)
         result = GearResult(name=name, gear=gear.name, num_ranks=gear.num_processes)
         end = self._train(gear, name)
-        if end.is_refusal:
+        run, reference = self.folder / name, self.proof.reference
+        if end.is_refusal and not run_comparison.read_steps(run):
             result.outcome, result.problems = "refused", [_short(end.problem)]
             return result
         result.fail(_short(end.problem))
         if end.problem:
             return result
-        run, reference = self.folder / name, self.proof.reference
         result.losses = [line["loss"] for line in run_comparison.read_steps(run)]
         if not all_finite([number for number in result.losses if number is not None]):
             result.fail("its loss is not finite")
@@ -160,9 +160,10 @@ class Prover:
         return result
 
     def _newest_origin(self) -> Path:
-        """Return the run of the last gear that has a checkpoint."""
-        saved = [self.folder / one.name for one in self.proof.gears]
-        return [run for run in saved if (run / "checkpoints").is_dir()][-1]
+        """Return the run of the last gear that has not failed, or of the first one."""
+        assert self.proof.reference is not None
+        names = [self.proof.reference.name, *(one.name for one in self.proof.of("ran"))]
+        return [run for name in names if ((run := self.folder / name) / "checkpoints").is_dir()][-1]
 
     def _train(self, gear: Gear, name: str, *more: str) -> Ended:
         """Train under a gear in a new folder with this name."""
