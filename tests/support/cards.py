@@ -5,6 +5,7 @@ its chat template. Full training takes every step of `src/prove.py`. The other m
 command resumes: the folder .cards keeps what is done.
 
 python tests/support/cards.py [FAMILY ...]     run all families, or only the named ones
+python tests/support/cards.py --memory         run nothing: compute the predicted memory of the committed cards again
 """
 
 import json
@@ -25,7 +26,6 @@ from support.environment import ROOT  # isort: skip  first: it sets variables th
 import train
 from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe
-from gearbox.config.recipe import Recipe
 from gearbox.console import make_console
 from gearbox.errors import UserError
 from gearbox.planning import strategy
@@ -49,7 +49,7 @@ SETTINGS = {
     "batch": {"rows": 8, "row_tokens": 512, "micro_rows": 1},
     "optim": {"lr": 1e-3},
 }
-PLAN = ("batch.rows=64", "batch.row_tokens=2048", "perf.checkpointing=full")
+PLAN = ("batch.rows=64", "batch.row_tokens=2048", "batch.micro_rows=1", "perf.checkpointing=full")
 
 
 class Family(NamedTuple):
@@ -171,8 +171,10 @@ def mark(proof: Proof, gear: str) -> str:
     return "yes" if one.outcome == "ran" else one.outcome
 
 
-def memory(family: Family, recipe: Recipe, path: Path) -> list[str]:
+def memory(family: Family) -> str:
     """Return a table of the predicted peak by gear for each common size and method."""
+    path = ROOT / "recipes" / "fsdp_2gpu.yaml"
+    recipe = load_recipe(path, [*PLAN])
     columns: dict[str, dict[str, str]] = {}
     counts: dict[str, str] = {}
     for size in family.planned:
@@ -189,7 +191,7 @@ def memory(family: Family, recipe: Recipe, path: Path) -> list[str]:
     for gear in all_gears():
         figures = [cells.get(gear, "-") for cells in columns.values()]
         lines.append(f"| `{gear}` | {' | '.join([counts.get(gear, '-'), *figures])} |")
-    return lines
+    return "\n".join(lines)
 
 
 def methods_table(proofs: dict[str, Proof]) -> list[str]:
@@ -224,7 +226,6 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
     ran = [one for one in full.gears if one.outcome == "ran"]
     exact = [one for one in ran if one.resumed is not None and one.resumed.is_exact]
     path = write_recipe(name)
-    recipe = load_recipe(path, [*PLAN])
     own = "It is the family's own." if not family.note else family.note
     tokenizer = "Its own, with its chat template."
     if family.template:
@@ -246,10 +247,11 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
         shown=facts.shown,
         tokenizer=tokenizer,
         edits=family.edits,
-        memory="\n".join(memory(family, recipe, path)),
+        memory=memory(family),
     )
 
 
+PREDICTED = "computes the same for a recipe.\n\n"
 PAGE = """# {title}
 
 ```bash
@@ -289,8 +291,8 @@ Tokens between « and » are trained. Tokenizer: {tokenizer}
 
 ## Predicted memory
 
-Peak of one GPU in GiB, on 8 GPUs or as many as the gear's file allows, with 64 rows of 2,048 tokens, one row in a micro-batch, and
-`perf.checkpointing: full`. `python src/plan.py` computes the same for a recipe.
+Peak of one GPU in GiB, on 8 GPUs or as many as the gear's file allows. A step has 64 rows of 2,048 tokens, one row in a
+micro-batch, and `perf.checkpointing` is full. `python src/plan.py` computes the same for a recipe.
 
 {memory}
 
@@ -311,6 +313,21 @@ def read_marks(name: str) -> dict[tuple[str, str], str]:
         for row in rows
         for method, word in zip(METHODS, row[2:], strict=True)
     }
+
+
+def memory_of_card(name: str) -> tuple[str, str, str]:
+    """Return a committed card in three parts: before, in and after its table of predicted memory."""
+    text = (CARDS / f"{name}.md").read_text()
+    before, _, rest = text.partition(PREDICTED)
+    table, _, after = rest.partition("\n\n## ")
+    return before + PREDICTED, table, "\n\n## " + after
+
+
+def write_memory() -> None:
+    """Compute the predicted memory of each committed card again."""
+    for name, family in FAMILIES.items():
+        before, _, after = memory_of_card(name)
+        (CARDS / f"{name}.md").write_text(before + memory(family) + after)
 
 
 def write_index() -> None:
@@ -350,6 +367,9 @@ counts the gears that ran, of {total}; a card gives the reason for each of the o
 
 
 def main(named: list[str]) -> int:
+    if named == ["--memory"]:
+        write_memory()
+        return 0
     CARDS.mkdir(exist_ok=True)
     failed = []
     for name in named or FAMILIES:
