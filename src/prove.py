@@ -35,10 +35,7 @@ def main(arguments: list[str]) -> int:
     hints: list[str] = []
     recipe = load_recipe(recipe_path, overrides, hints.append)
     gears = settings.load_gears(options.gears.split(","))
-    changes = settings.changes_of_proof(recipe, gears)
     fixed = settings.comparison_overrides(recipe, overrides, settings.STEPS, settings.STEPS // 2)
-    changed = [f"{one.key}={one.value}" for one in changes]
-    overrides = [*overrides, *fixed, *changed, "run.rehearse=true"]
     folder = Path(recipe.run.dir) / f"proof-{recipe_path.stem}"
     page_path = Path(options.page) if options.page else folder / "proof.md"
     check_page(page_path)
@@ -52,6 +49,8 @@ def main(arguments: list[str]) -> int:
     screen = make_console(speaks=True)
     for hint in hints:
         screen.print(f"hint: {hint}")
+    changes = settings.changes_of_proof(recipe, gears, prover.row_tokens(recipe))
+    overrides += [*fixed, *(f"{one.key}={one.value}" for one in changes), "run.rehearse=true"]
     request = prover.Request(
         recipe_path, load_recipe(recipe_path, overrides), [str(recipe_path), *overrides], changes, gears, folder
     )

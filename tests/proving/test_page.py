@@ -110,7 +110,12 @@ def test_a_proof_is_short_and_comparable_unless_the_command_line_says_otherwise(
 
     def changes(*more: str) -> dict[str, str]:
         recipe = load_recipe(script.Path("recipes/fsdp_2gpu.yaml"), [*given, *more])
-        return {one.key: one.value for one in settings.changes_of_proof(recipe, gears)}
+        return {one.key: one.value for one in settings.changes_of_proof(recipe, gears, 512)}
 
-    assert changes() == {"adapter.dropout": "0", "batch.micro_rows": "1", "batch.row_tokens": "512"}
+    assert changes() == {
+        "adapter.dropout": "0",
+        "batch.micro_rows": "1",
+        "batch.row_tokens": "512",
+        "optim.eps": "0.001",
+    }
     assert "batch.row_tokens" not in changes("batch.row_tokens=2048")

@@ -32,7 +32,7 @@ from gearbox.planning import strategy
 from gearbox.planning.architecture import Architecture
 from gearbox.planning.gpus import GIB, Gpu
 from gearbox.proving import page, settings
-from gearbox.proving.prover import RECORD, Prover, Request, locked
+from gearbox.proving.prover import RECORD, Prover, Request, locked, row_tokens
 from gearbox.proving.record import Proof, read_proof
 from support.methods import METHODS as ALL_METHODS
 from support.template_files import TemplateFile, listed
@@ -46,8 +46,8 @@ PLANNED = ("full", "lora", "qlora")
 COUNTS = (1, 2, 4, 8)  # GPUs of one machine
 ANY_SIZE = Gpu("GPU of any size", 2**62)
 SETTINGS = {
-    "batch": {"rows": 8, "row_tokens": 512, "micro_rows": 1},
-    "optim": {"lr": 1e-3},
+    "batch": {"rows": 8, "row_tokens": 1024, "micro_rows": 1},
+    "optim": {"lr": 2e-4},
 }
 PLAN = ("batch.rows=64", "batch.row_tokens=2048", "batch.micro_rows=1", "perf.checkpointing=full")
 
@@ -142,7 +142,7 @@ def request_of(name: str, method: str, gears: list[str]) -> Request:
     path = write_recipe(name)
     given = [f"run.dir={WORK / name}", *METHODS[method]]
     recipe, loaded = load_recipe(path, given), settings.load_gears(gears)
-    changes = settings.changes_of_proof(recipe, loaded)
+    changes = settings.changes_of_proof(recipe, loaded, row_tokens(recipe))
     given += settings.comparison_overrides(recipe, given, settings.STEPS, settings.STEPS // 2)
     given += [*(f"{one.key}={one.value}" for one in changes), "run.rehearse=true"]
     return Request(

@@ -39,6 +39,8 @@ from gearbox.training import finish, loop, session  # noqa: F401  warm: they imp
 RECORD = "proof.json"
 SAVED_STEP = STEPS // 2
 LIMITS = forked_ranks.Limits(hang=900)  # the first start of zero3_nvme compiles for minutes
+ROW_TOKENS, LONG_ROW_TOKENS = 256, 1024  # in tokens of a real tokenizer, and in bytes
+SMALL_VOCABULARY = 8192  # so that longer rows cost little
 LOGITS_FACTOR = 10  # logits add the differences of all layers' weights
 
 Main = Callable[[list[str], Gear], int]
@@ -239,6 +241,12 @@ class Prover:
     def _delete_large(self) -> None:
         for gear in self.request.gears:
             delete_large(self.folder / label(gear))
+
+
+def row_tokens(recipe: Recipe) -> int:
+    """Return the most tokens of a row: many runs with a large vocabulary would take long."""
+    tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, rehearse=True)
+    return LONG_ROW_TOKENS if len(tokenizer) <= SMALL_VOCABULARY else ROW_TOKENS
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 
 STEPS = 4  # of each run of a proof
-ROW_TOKENS = 512  # of a proof, which starts many short runs
 
 
 class Change(NamedTuple):
@@ -90,8 +89,8 @@ def incomparable(recipe: Recipe) -> list[Change]:
     return [Change(*one) for applies, *one in found if applies]
 
 
-def changes_of_proof(recipe: Recipe, gears: Sequence[Gear]) -> list[Change]:
-    """Return the keys that a proof sets, so that it is short and its gears are comparable.
+def changes_of_proof(recipe: Recipe, gears: Sequence[Gear], row_tokens: int) -> list[Change]:
+    """Return the keys that a proof sets, so that its gears are comparable, and its rows have at most `row_tokens`.
 
     What the command line gives stays, apart from settings that make gears differ by design.
     """
@@ -101,7 +100,8 @@ def changes_of_proof(recipe: Recipe, gears: Sequence[Gear]) -> list[Change]:
     found = [
         Change("batch.rows", str(rows), short),
         Change("batch.micro_rows", str(max(1, min(batch.micro_rows, rows // (2 * most)))), "two rounds on every gear"),
-        Change("batch.row_tokens", str(min(batch.row_tokens, ROW_TOKENS)), short),
+        Change("batch.row_tokens", str(min(batch.row_tokens, row_tokens)), short),
+        Change("optim.eps", "0.001", "a smaller one turns the rounding errors of small gradients into whole steps"),
         Change("perf.compile", "false", "compiling takes minutes under each gear"),
     ]
     return incomparable(recipe) + [
