@@ -84,7 +84,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         "Qwen 3", "Qwen/Qwen3-4B", "llama.cpp/Qwen-Qwen3-0.6B", ("Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
-        "It is the template of Qwen3-0.6B.",
+        "The template is that of Qwen3-0.6B.",
     ),
     "gemma3": Family(
         "Gemma 3", "google/gemma-3-1b-it", "trl/gemma3", ("google/gemma-3-1b-it",),
@@ -98,7 +98,7 @@ FAMILIES = {
     "olmo2": Family(
         "OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", "openvino/allenai--OLMo-7B-0724-Instruct-hf",
         ("allenai/OLMo-2-1124-7B-Instruct",),
-        "It is the template of OLMo-7B-0724-Instruct, because that of OLMo 2 is not stored.",
+        "The template is that of OLMo-7B-0724-Instruct, because that of OLMo 2 is not listed.",
         NO_SYSTEM, has_system=False,
     ),
     "smollm2": Family(
@@ -107,7 +107,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen 3, mixture of experts", "Qwen/Qwen3-30B-A3B", "llama.cpp/Qwen-Qwen3-0.6B", ("Qwen/Qwen3-30B-A3B",),
-        "It is the template of Qwen3-0.6B.",
+        "The template is that of Qwen3-0.6B.",
     ),
 }  # fmt: skip
 
@@ -226,11 +226,13 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
     ran = [one for one in full.gears if one.outcome == "ran"]
     exact = [one for one in ran if one.resumed is not None and one.resumed.is_exact]
     path = write_recipe(name)
-    own = "It is the family's own." if not family.note else family.note
+    own = family.note or "The template is the family's own."
     tokenizer = "Its own, with its chat template."
     if family.template:
         file = template_of(family)
-        tokenizer = f"Bytes, with the template's special tokens. Template: `{file.path}` of {file.repository}. {own}"
+        tokenizer = (
+            f"Bytes, with the template's special tokens. {own} It is `{file.name}` of `tests/support/templates.tsv`."
+        )
     given = yaml.safe_load(path.read_text()) | {"model": {"name": family.rehearsed}, "data": {"path": "mine.jsonl"}}
     return PAGE.format(
         title=family.title,
