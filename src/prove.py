@@ -8,7 +8,7 @@ Usage: python src/prove.py [RECIPE] [--gears A,B:RANKS] [--page PATH] [key.sub=v
     key.sub=value      a key of the recipe to change; docs/recipe.md lists all keys
 
 The recipe is rehearsed: random weights in a narrow copy of its model. A killed command resumes after the gears that are
-done. ddp:2 is a gear on two ranks; ddp uses the number of ranks in its file.
+done. A gear has the number of ranks in its file, unless the command names another one, such as ddp:2.
 
 Exit codes: 0 every gear ran or refused the recipe with a reason; 1 a gear failed; 2 a user error.
 

@@ -25,7 +25,7 @@ SMALL = ("batch.rows=4", "batch.row_tokens=64", "batch.micro_rows=1")
 @pytest.fixture
 def recipe(tmp_path):
     """Write a recipe for a family that no file of the repository names, with its own chats."""
-    config = transformers.Starcoder2Config(hidden_size=256, num_attention_heads=8, num_key_value_heads=4)
+    config = transformers.Starcoder2Config(hidden_size=256, num_attention_heads=8, num_key_value_heads=1)
     config.save_pretrained(tmp_path / "model")
     make_chats(tmp_path / "chats.jsonl")
     path = tmp_path / "mine.yaml"
@@ -99,13 +99,13 @@ def test_broken_gears_are_reported_and_stop_no_other(recipe, tmp_path, monkeypat
         return usual(arguments, gear)
 
     monkeypatch.setattr(train, "main", breaking)
-    code = script.main([str(recipe), "--gears", "single,ddp:2,fsdp,pp:3", *SMALL])
+    code = script.main([str(recipe), "--gears", "single,ddp:2,fsdp,tp", *SMALL])
     page = (tmp_path / "runs/proof-mine/proof.md").read_text()
     assert code == 1, page
     assert ">failed: 2 of 3 gears<" in (tmp_path / "runs/proof-mine/proof.svg").read_text()
     table = rows(page)
     results = {gear: re.sub(r" \[\d+\]", "", cells[1]) for gear, cells in table.items()}
-    assert results == {"single": "ran", "ddp": "**failed**", "fsdp": "**failed**", "pp": "refused"}
+    assert results == {"single": "ran", "ddp": "**failed**", "fsdp": "**failed**", "tp": "refused"}
     assert "step 1 differs in loss" in page and "resumed, step 3 differs" in page
     assert table["fsdp"][4] not in ("bit for bit", "-")
     assert "failed: 2 of 3 gears" in capsys.readouterr().out

@@ -1,11 +1,12 @@
 """Prove the model families that people use, and write a card of each to docs/models/ (`make cards`).
 
-A family is rehearsed from the config.json of a common size, with a tokenizer of bytes that knows the special tokens of
-its chat template. Full training takes every step of `src/prove.py`. The other methods train and export. A killed
+A family is rehearsed from the config.json of a common size. Its tokenizer has bytes, and the special tokens of its chat
+template. Full training takes every step of `src/prove.py`. The other methods train and export. A killed
 command resumes: the folder .cards keeps what is done.
 
 python tests/support/cards.py [FAMILY ...]     run all families, or only the named ones
-python tests/support/cards.py --memory         run nothing: compute the predicted memory of the committed cards again
+
+Without a run, `python tests/support/cards.py --memory` computes the predicted memory of the committed cards again.
 """
 
 import json
@@ -46,7 +47,7 @@ PLANNED = ("full", "lora", "qlora")
 COUNTS = (1, 2, 4, 8)  # GPUs of one machine
 ANY_SIZE = Gpu("GPU of any size", 2**62)
 SETTINGS = {
-    "batch": {"rows": 8, "row_tokens": 1024, "micro_rows": 1},
+    "batch": {"rows": 8, "row_tokens": 512, "micro_rows": 1},
     "optim": {"lr": 2e-4},
 }
 PLAN = ("batch.rows=64", "batch.row_tokens=2048", "batch.micro_rows=1", "perf.checkpointing=full")
@@ -226,13 +227,11 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
     ran = [one for one in full.gears if one.outcome == "ran"]
     exact = [one for one in ran if one.resumed is not None and one.resumed.is_exact]
     path = write_recipe(name)
-    own = family.note or "The template is the family's own."
+    note = family.note or "The template is the family's own."
     tokenizer = "Its own, with its chat template."
     if family.template:
         file = template_of(family)
-        tokenizer = (
-            f"Bytes, with the template's special tokens. {own} It is `{file.name}` of `tests/support/templates.tsv`."
-        )
+        tokenizer = f"Bytes, with the template's special tokens. {note} It is `{file.name}` in `templates.tsv`."
     given = yaml.safe_load(path.read_text()) | {"model": {"name": family.rehearsed}, "data": {"path": "mine.jsonl"}}
     return PAGE.format(
         title=family.title,

@@ -40,8 +40,7 @@ class Exported(_Record):
     largest: float
     """Largest absolute difference of a weight."""
 
-
-class GearResult(_Record):
+    """The result of a recipe under a gear."""
     """What a recipe did under a gear."""
 
     name: str
@@ -68,8 +67,7 @@ class GearResult(_Record):
             self.outcome = "failed"
             self.problems.append(problem)
 
-
-class Facts(_Record):
+    """The model, the tokenizer and the data of a proof."""
     """What a proof ran on."""
 
     family: str
