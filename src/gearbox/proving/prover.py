@@ -47,8 +47,8 @@ Main = Callable[[list[str], Gear], int]
 
 
 @dataclass(frozen=True)
+class Request:
     """The recipe, the gears and the folder of a proof."""
-    """What to prove."""
 
     recipe_path: Path
     recipe: Recipe

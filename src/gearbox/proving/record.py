@@ -40,8 +40,9 @@ class Exported(_Record):
     largest: float
     """Largest absolute difference of a weight."""
 
+
+class GearResult(_Record):
     """The result of a recipe under a gear."""
-    """What a recipe did under a gear."""
 
     name: str
     """The gear's label, such as ddp-4."""
@@ -67,8 +68,9 @@ class Exported(_Record):
             self.outcome = "failed"
             self.problems.append(problem)
 
+
+class Facts(_Record):
     """The model, the tokenizer and the data of a proof."""
-    """What a proof ran on."""
 
     family: str
     architecture: str
