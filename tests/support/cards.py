@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +205,7 @@ def methods_table(proofs: dict[str, Proof]) -> list[str]:
         for proof in proofs.values():
             word = mark(proof, one.gear)
             for problem in next(other for other in proof.gears if other.gear == one.gear).problems:
-                if (why := problem.replace(f"{WORK.relative_to(ROOT)}/", "")) not in reasons:
+                if (why := problem.removeprefix("command line: ").replace(".cards/", "")) not in reasons:
                     reasons.append(why)
                 word += f" [{reasons.index(why) + 1}]"
             cells.append(word)
@@ -228,10 +229,10 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
     exact = [one for one in ran if one.resumed is not None and one.resumed.is_exact]
     path = write_recipe(name)
     note = family.note or "The template is the family's own."
-    tokenizer = "Its own, with its chat template."
+    tokenizer = "The tokenizer and its chat template are the model's own."
     if family.template:
         file = template_of(family)
-        tokenizer = f"Bytes, with the template's special tokens. {note} It is `{file.name}` in `templates.tsv`."
+        tokenizer = f"The tokenizer has bytes, and the template's special tokens. {note} It is `{file.name}` in `templates.tsv`."
     given = yaml.safe_load(path.read_text()) | {"model": {"name": family.rehearsed}, "data": {"path": "mine.jsonl"}}
     return PAGE.format(
         title=family.title,
@@ -246,7 +247,7 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
         table="\n".join(page.table(full)[: 2 + len(full.gears)]),
         legend=page.LEGEND,
         shown=facts.shown,
-        tokenizer=tokenizer,
+        tokenizer=textwrap.fill(f"Tokens between « and » are trained. {tokenizer}", 120, break_on_hyphens=False),
         edits=family.edits,
         memory=memory(family),
     )
@@ -284,7 +285,7 @@ After a resume under the same gear, {num_exact} of {num_ran} gears equal the uni
 
 ## What is trained
 
-Tokens between « and » are trained. Tokenizer: {tokenizer}
+{tokenizer}
 
 ```text
 {shown}
