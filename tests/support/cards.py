@@ -232,7 +232,8 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
     tokenizer = "The tokenizer and its chat template are the model's own."
     if family.template:
         file = template_of(family)
-        tokenizer = f"The tokenizer has bytes, and the template's special tokens. {note} It is `{file.name}` in `templates.tsv`."
+        tokenizer = f"The tokenizer has bytes, and the template's special tokens. {note}"
+        tokenizer += f" `tests/support/templates.tsv` lists it as `{file.name}`."
     given = yaml.safe_load(path.read_text()) | {"model": {"name": family.rehearsed}, "data": {"path": "mine.jsonl"}}
     return PAGE.format(
         title=family.title,
