@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gearbox import ROOT
-from gearbox.config.loader import is_local, rehearsed
+from gearbox.config.job import rehearsed
+from gearbox.config.loader import is_local
 from gearbox.config.recipe import BUILTIN_TASKS, Recipe
 from gearbox.console import make_console
 from gearbox.data.corpus import Builder

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gearbox import processes
 from gearbox.config.gear import Gear, gear_path, load_gear
-from gearbox.config.loader import REHEARSED_ROWS
+from gearbox.config.job import REHEARSED_ROWS
 from gearbox.config.old_keys import OLD_KEYS
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
