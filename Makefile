@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GEAR ?= fsdp
+RECIPE ?= recipes/tiny.yaml
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults attacks matrix zoo templates cells commands cluster slurm-test gpu \
-	image image-test bench pictures schema smollm2 lock clean
+.PHONY: help setup packages train quick test lint faults attacks matrix zoo prove cards templates cells commands \
+	cluster slurm-test gpu image image-test bench pictures schema smollm2 lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -53,6 +54,12 @@ matrix: $(STAMP)  ## run every method under every gear, and write docs/matrix.md
 
 zoo: $(STAMP)  ## rehearse every model family under several gears, and write docs/models.md (30 min; resumes if stopped)
 	$(BIN)/python tests/support/zoo.py
+
+prove: $(STAMP)  ## run RECIPE=recipes/mine.yaml under every gear, and write a page and a badge (3 min)
+	$(BIN)/python src/prove.py $(RECIPE)
+
+cards: $(STAMP)  ## prove the families that people use, and write docs/models/ (30 min; resumes if stopped)
+	$(BIN)/python tests/support/cards.py
 
 templates: $(STAMP)  ## encode chats with public templates, and write the table of docs/data.md (10 min; fetches them)
 	$(BIN)/python tests/support/template_files.py

@@ -18,21 +18,18 @@ Example:
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
 from gearbox import processes
 from gearbox.checks import agreement
-from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.loader import load_recipe
-from gearbox.config.old_keys import OLD_KEYS
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
-from gearbox.launch import cli, outcome, supervisor
-
-LARGE = ("checkpoints", "model", "base")  # subfolders of a run, deleted after the comparison
+from gearbox.launch import cli
+from gearbox.proving.runs import delete_large, launch
+from gearbox.proving.settings import comparison_overrides, incomparable, label, load_gears
 
 
 def main(arguments: list[str]) -> int:
@@ -63,7 +60,7 @@ def main(arguments: list[str]) -> int:
         for gear in gears:
             screen.print(f"{label(gear)}: {options.steps} steps, output in {folder / label(gear)}.log")
             one = run_comparison.Compared(label(gear), folder / label(gear))
-            one.problem = run(gear, folder, [str(recipe_path), *overrides])
+            one.problem = launch(gear, folder, [str(recipe_path), *overrides]).problem
             if compared:
                 one.compare_with(compared[0])
                 delete_large(one.folder)
@@ -101,71 +98,12 @@ def default_gears() -> str:
     return "single,fsdp:1,zero1:1,zero3:1" if processes.num_visible_gpus() == 1 else "single,ddp:2,fsdp:2,zero3:2"
 
 
-def load_gears(names: list[str]) -> list[Gear]:
-    """Return the gears, each with its number of ranks. Raise UserError with every problem."""
-    gears, problems = [], []
-    for name in names:
-        stem, colon, ranks = name.partition(":")
-        try:
-            gears.append(load_gear(gear_path(stem), {"num_processes": ranks} if colon else {}))
-        except UserError as error:
-            problems.append(f"--gears: {error}")
-    labels = [label(gear) for gear in gears]
-    problems += [f"--gears: duplicate {name}" for name in sorted({*labels}) if labels.count(name) > 1]
-    if len(names) < 2:
-        problems.append(f"--gears: {names[0]}: give two or more, such as single,fsdp")
-    if problems:
-        raise UserError("\n".join(problems))
-    return gears
-
-
-def label(gear: Gear) -> str:
-    """Return the name of a gear's run, with its number of ranks, such as ddp-2."""
-    return f"{gear.name}-{gear.num_processes}"
-
-
-def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, weights_every: int) -> list[str]:
-    """Return the overrides that make a recipe comparable: its first steps, with checkpoints but no evaluation."""
-    if num_steps < 1 or weights_every < 1:
-        raise UserError(f"--steps {num_steps} --weights-every {weights_every}: both must be 1 or more")
-    warmup = recipe.schedule.num_warmup_steps(recipe.train.steps or num_steps)
-    warmup = min(warmup, num_steps // 4)  # so that most steps have a high learning rate
-    values = {
-        "train.steps": num_steps,
-        "train.epochs": "null",
-        "schedule.warmup": warmup,
-        "schedule.decay": "20%",  # a count may not fit into so few steps
-        "eval.fraction": 0,
-        "eval.path": "null",
-        "eval.samples": 0,
-        "save.every": weights_every,
-        "save.keep": max(2, -(-num_steps // weights_every)),
-        "run.resume": "never",
-        "run.name": "null",
-    }
-    for key in [override.partition("=")[0] for override in overrides]:
-        if key in values or getattr(OLD_KEYS.get(key), "new", None) in values or key.startswith(("eval.", "save.")):
-            raise UserError(f"{key}: the comparison sets this key; remove it (--steps N sets the length)")
-    return [f"{key}={value}" for key, value in values.items()]
-
-
 def check_comparable(recipe: Recipe, recipe_path: Path) -> None:
     """Raise UserError for settings that make gears differ by design."""
-    problems = []
-    if recipe.adapter.dropout:
-        problems.append("adapter.dropout: each rank draws different random numbers; compare with adapter.dropout=0")
-    if recipe.model.dropout:
-        problems.append("model.dropout: each rank draws different random numbers; compare with model.dropout=false")
-    if "8bit" in recipe.optim.name:
-        problems.append(f"optim.name: {recipe.optim.name} rounds in blocks of a rank's shard; compare with adamw")
-    if recipe.optim.master_weights == "bf16":
-        problems.append("optim.master_weights: bf16 rounds every step's update; compare with fp32")
-    if recipe.perf.ddp_compression != "none":
-        problems.append("perf.ddp_compression: bf16 rounds the gradients under DDP; compare with none")
-    if recipe.perf.float8:
-        problems.append("perf.float8: rounds to 8 bits, and not every gear can; compare with false")
-    if problems:
-        raise UserError("\n".join(f"{recipe_path}: {problem}" for problem in problems))
+    if problems := [
+        f"{recipe_path}: {one.key}: {one.why}; compare with {one.key}={one.value}" for one in incomparable(recipe)
+    ]:
+        raise UserError("\n".join(problems))
 
 
 def make_folder(parent: Path, name: str) -> Path:
@@ -180,26 +118,6 @@ def make_folder(parent: Path, name: str) -> Path:
         except OSError as error:
             raise UserError(f"run.dir: {parent} cannot be written: {error.strerror}") from None
     raise AssertionError
-
-
-def run(gear: Gear, folder: Path, arguments: list[str]) -> str:
-    """Train under a gear in folder/<label>. Return the problem, if any. Raise KeyboardInterrupt on a stop signal."""
-    flags = [f"--config_file={gear.path}", f"--num_processes={gear.num_processes}"]
-    path = folder / f"{label(gear)}.log"
-    with path.open("a", encoding="utf-8", buffering=1) as log:
-        code = supervisor.supervise(flags, [*arguments, f"run.dir={folder}", f"run.name={label(gear)}"], output=log)
-    if code in (130, outcome.EXIT_SAVED):
-        raise KeyboardInterrupt
-    if code == 0:
-        return ""
-    messages = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("gearbox: ")]
-    return messages[-1].removeprefix("gearbox: ") if messages else f"exited with code {code}; see {path}"
-
-
-def delete_large(run: Path) -> None:
-    """Delete the large subfolders of a run."""
-    for name in LARGE:
-        shutil.rmtree(run / name, ignore_errors=True)
 
 
 if __name__ == "__main__":

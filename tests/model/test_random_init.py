@@ -72,7 +72,7 @@ def test_a_family_that_cannot_be_shrunk_is_refused(monkeypatch):
         random_init.shrink_config(transformers.LlamaConfig(), TOKENIZER)
 
 
-@pytest.mark.parametrize(("heads", "keys", "narrow"), [(3, 3, (2, 2)), (3, 1, (2, 1)), (9, 3, (4, 1))])
+@pytest.mark.parametrize(("heads", "keys", "narrow"), [(3, 3, (2, 2)), (3, 1, (2, 1)), (9, 3, (4, 2))])
 def test_a_narrow_model_has_heads_that_divide_its_width(heads, keys, narrow):
     config = transformers.LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=keys)
     small = random_init.shrink_config(config, TOKENIZER)

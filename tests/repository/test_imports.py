@@ -31,6 +31,7 @@ LAYERS = (
     "reporting",
     "training",
     "simulation",
+    "proving",
 )
 BESIDE = {"doctor": {"config", "launch"}}
 PACKAGE = ROOT / "src" / "gearbox"

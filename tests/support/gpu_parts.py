@@ -20,13 +20,14 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import parity
 from gearbox import ROOT, filesystem
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import Gear, gear_path, load_gear
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
 from gearbox.launch import outcome
+from gearbox.proving.runs import delete_large, launch
+from gearbox.proving.settings import comparison_overrides, label
 from gearbox.reporting import run_comparison
 from gearbox.reporting.run_comparison import Compared
 from peers import __main__ as peers
@@ -70,7 +71,7 @@ class Setting:
     def arguments(self, *changes: str) -> list[str]:
         """Return the recipe and its overrides."""
         given = [*self.overrides, *changes]
-        fixed = parity.comparison_overrides(load_recipe(RECIPE, given), given, self.steps, self.weights_every)
+        fixed = comparison_overrides(load_recipe(RECIPE, given), given, self.steps, self.weights_every)
         return [str(RECIPE), *given, *fixed]
 
 
@@ -95,16 +96,16 @@ def train(gear: Gear, folder: Path, arguments: list[str]) -> Path:
     """Train in a new folder, and return the run's folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    problem = parity.run(gear, folder, arguments)
+    problem = launch(gear, folder, arguments).problem
     assert not problem, problem
-    return folder / parity.label(gear)
+    return folder / label(gear)
 
 
 def reference(setting: Setting, precision: str, model: tuple[str, ...] = ()) -> Path:
     """Return the folder of a run under `single`, of the recipe's model or another. It is trained once for all parts."""
     folder = setting.folder / (f"reference-{precision}" + "-mixture" * bool(model))
     gear = gear_in(precision, "single", 1, setting.folder / "gears")
-    run = folder / parity.label(gear)
+    run = folder / label(gear)
     if outcome.read_outcome(run / "status.json").get("outcome") == "done":
         return run
     return train(gear, folder, setting.arguments(*model))
@@ -114,7 +115,7 @@ def compare(setting: Setting, run: Path, precision: str, expected: Compared, fig
     """Compare every step of a run with a reference, within the tolerances of a precision."""
     compared = Compared(run.name, run)
     compared.compare_with(expected)
-    parity.delete_large(run)
+    delete_large(run)
     assert not compared.problem, compared.problem
     figures |= {name: f"{compared.largest(name)[0]:.0e}" for name in run_comparison.QUANTITIES}
     explanation = compared.explanation(setting.tolerances(precision))
@@ -138,7 +139,7 @@ def run_resume(setting: Setting, figures: dict[str, str], name: str) -> None:
     folder = setting.folder / f"resume-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    run = folder / parity.label(gear)
+    run = folder / label(gear)
     arguments = ["run.resume=auto" if one == "run.resume=never" else one for one in setting.arguments()]
     command = [sys.executable, "src/launch.py", str(gear.path), f"--num_processes={gear.num_processes}", *arguments]
     log = folder / "killed.log"
@@ -155,7 +156,7 @@ def run_resume(setting: Setting, figures: dict[str, str], name: str) -> None:
     saved = [step for step, _ in list_checkpoints(run / "checkpoints")]
     assert killed.returncode == -9, f"ended with code {killed.returncode} before it could be killed; see {log}"
     assert saved and max(saved) < setting.steps, f"was killed too late, after the checkpoints {saved}"
-    problem = parity.run(gear, folder, arguments)
+    problem = launch(gear, folder, arguments).problem
     assert not problem, problem
     found = re.search(r"resuming from .*", (folder / f"{run.name}.log").read_text())
     assert found, f"did not resume; see {folder / run.name}.log"
@@ -185,7 +186,7 @@ def run_optimizer(setting: Setting, figures: dict[str, str], name: str) -> None:
     of_adamw = reference(setting, "bf16")
     difference = largest_difference(losses(run), losses(of_adamw))
     size = checkpoint_bytes(run) / checkpoint_bytes(of_adamw)
-    parity.delete_large(run)
+    delete_large(run)
     figures |= {"largest difference of a loss": f"{difference:.0e}", "size of the checkpoint": f"{size:.0%} of adamw's"}
     assert difference <= NEAR_ADAMW, f"the losses differ from those of adamw by {difference:.1e}"
     assert (size < SMALLER) == name.endswith("8bit"), f"the checkpoint has {size:.0%} of the size of adamw's"
@@ -198,7 +199,7 @@ def run_qlora(setting: Setting, figures: dict[str, str]) -> None:
     for method, changes in ADAPTERS.items():
         run = train(gear, setting.folder / method, setting.arguments(*changes))
         found[method] = losses(run)
-        parity.delete_large(run)
+        delete_large(run)
     difference = largest_difference(found["qlora"], found["lora"])
     figures |= {"largest difference of a loss": f"{difference:.0e}"}
     figures |= {f"losses of {name}": f"{each[0]:.3f} to {each[-1]:.3f}" for name, each in found.items()}
@@ -276,7 +277,7 @@ def run_shapes(setting: Setting, figures: dict[str, str], name: str, **changes: 
     }  # fmt: skip
     run = train(gear, setting.folder / f"shapes-{name}", [str(path), *(f"{k}={v}" for k, v in changed.items())])
     lines = run_comparison.read_steps(run)
-    parity.delete_large(run)
+    delete_large(run)
     speed = statistics.median(line["tokens_per_second"] for line in lines[2:]) / gear.num_processes
     peak = max(line["memory_peak_bytes"] for line in lines) / 1e9
     config = json.loads((weights / "config.json").read_text())

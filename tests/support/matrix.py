@@ -5,13 +5,9 @@ steps and the exported files are compared with the same method on one device.
 """
 
 import json
-import os
-import platform
 import re
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from gearbox import ROOT
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import gear_names, load_gear
+from gearbox.proving import description
 from support.documents import make_chats
 from support.gears import model_for
 from support.methods import METHODS
@@ -121,10 +118,7 @@ def refusal(output: str) -> str:
 
 def made() -> str:
     """Return when and where a table was made, with the versions of the libraries."""
-    names = "torch accelerate deepspeed transformers peft bitsandbytes".split()
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, no GPU; Python {platform.python_version()}"
-    return f"Generated on {datetime.now(UTC):%Y-%m-%d}: {machine};\n{versions}."
+    return f"Generated on {description.made()}."
 
 
 def close(ours: list[float], theirs: list[float]) -> bool:

@@ -1,16 +1,13 @@
-"""Fork ranks from a warm parent process; each runs train.py in the environment that `accelerate launch` sets."""
+"""Run train.py on forked ranks (gearbox.distributed.forked_ranks), and read what a run leaves."""
 
 from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
 
-import faulthandler
 import gc
 import io
 import json
 import os
 import socket
 import sys
-import tempfile
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -18,34 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import accelerate.commands.launch as launcher
-import bitsandbytes  # noqa: F401  warm
-import datasets  # noqa: F401  warm
-import deepspeed.module_inject.auto_ep_layer
-import deepspeed.ops.op_builder.all_ops
-import deepspeed.runtime.superoffload.superoffload_stage3
-import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401  warm
-import peft  # noqa: F401  warm
 import pytest
 import torch
-import torch.utils.tensorboard
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from safetensors.torch import load_file
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
 import ask
 import train as train_script
 from gearbox.config.gear import load_gear
-from gearbox.errors import UserError
+from gearbox.distributed import forked_ranks
+from gearbox.distributed.forked_ranks import Limits, launcher_environment
+from gearbox.launch.environment import CALLER_RELOADS
 from gearbox.reporting import preview
 from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
 from support import kinds
 
-get_checkpoint_conversion_mapping("llama")  # warm: compiles and caches a thousand patterns
-torch.set_num_threads(1)  # forked children hang if the parent has used two threads
-PATIENCE = 15  # seconds for the other ranks to end after one has failed
-TIMEOUT = 300  # seconds until hanging ranks are killed; far longer than any run
+forked_ranks.warm_up()
+PATIENCE, TIMEOUT = Limits().patience, Limits().hang  # read at each fork, so that a test can change them
+ADDED: dict[str, str] = {}  # to the environment of each run
 
 
 @dataclass
@@ -72,82 +58,17 @@ class Outcome:
         return load_file(file)
 
 
-def launcher_environment(gear_path: Path, num_processes: int | None) -> dict[str, str]:
-    """Return the variables that accelerate's launcher sets in the environment of each rank."""
-    arguments = ["--config_file", str(gear_path)]
-    if num_processes is not None:
-        arguments += ["--num_processes", str(num_processes)]
-    parsed = launcher.launch_command_parser().parse_args([*arguments, "src/train.py"])
-    parsed, defaults, _ = launcher._validate_launch_command(parsed)
-    if parsed.use_deepspeed:
-        parsed.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as launch_command does
-        return prepare_deepspeed_cmd_env(parsed)[1]
-    if parsed.use_fsdp or parsed.multi_gpu:
-        return prepare_multi_gpu_env(parsed)
-    return prepare_simple_launcher_cmd_env(parsed)[1]
-
-
 def fork_ranks(
     num_ranks: int, environment: dict[str, str], work, meanwhile=lambda children: None
 ) -> tuple[list[int], str]:
-    """Run work() in `num_ranks` forked children; return their exit codes and their output.
-
-    Call `meanwhile` in the parent with their process ids.
-    """
+    """Call forked_ranks.fork_ranks, but not in a unit test."""
     kinds.refuse_in_unit_tests("ranks", "ranks")
-    # Like torch's launcher, this process hosts the store where the ranks meet. A port chosen for rank 0's own store
-    # could be taken by then.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # No child connects before all are forked. The store's thread resolves the name of each client. A child forked
-    # during that inherits the resolver's held lock, and waits for it forever.
-    all_forked, last_fork = os.pipe()
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  the children use it too
-    children = []
-    for rank in range(num_ranks):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            gc.freeze()  # else the child's collector visits all of the parent's objects, and copies their pages
-            try:
-                os.close(last_fork)
-                os.read(all_forked, 1)  # returns once the parent has closed its end too
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # instead of pytest's
-                # Show where a rank hangs. Ranks print at different times, so that their lines do not mix.
-                faulthandler.dump_traceback_later(TIMEOUT - PATIENCE + rank, file=sys.stderr)
-                # At the first use after a fork torch replaces its thread pool, which is not thread-safe: transformers'
-                # loader threads once failed with "Invalid thread pool!". So use it once before there are threads.
-                torch.set_num_threads(1)
-                os.environ.update(environment)
-                if num_ranks > 1:
-                    os.environ.update(
-                        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-                        LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
-                        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-                    )  # fmt: skip
-                code = work() or 0
-            except UserError as error:
-                print("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))  # as src/train.py prints it
-                code = 2
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    os.close(last_fork)
-    os.close(all_forked)
-    meanwhile(children)
-    codes = _wait(children)
-    log.seek(0)
-    return codes, log.read()
+    return forked_ranks.fork_ranks(num_ranks, environment, work, meanwhile, Limits(TIMEOUT, PATIENCE))
 
 
 def skip_loading_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the fresh process at the end of a run that reloads the model, which takes 5 s."""
-    monkeypatch.setattr(finish, "ask_saved", lambda *_: "(not asked)")
+    monkeypatch.setattr(sys.modules[__name__], "ADDED", {CALLER_RELOADS: "1"})
 
 
 @contextmanager
@@ -194,24 +115,6 @@ def _answer(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _wait(children: list[int]) -> list[int]:
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + TIMEOUT
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    codes[child] = os.waitstatus_to_exitcode(status)
-                    if codes[child]:  # the others would wait for this rank until the timeout
-                        deadline = min(deadline, time.monotonic() + PATIENCE)
-        if time.monotonic() > deadline:
-            for child in set(children) - set(codes):
-                os.kill(child, 9)
-        time.sleep(0.02)
-    return [codes[child] for child in children]
-
-
 def supervise_warm(runs: Path, flags: list[str], arguments: list[str], output: IO[str]) -> int:
     """Train on forked ranks in the place of `supervisor.supervise`. Return the exit code."""
     gear, num_ranks = (flag.partition("=")[2] for flag in flags)
@@ -226,7 +129,7 @@ def run_ranks(
     path = ROOT / "accelerate_configs" / f"{gear_name}.yaml" if "/" not in gear_name else Path(gear_name)
     flags = {} if num_processes is None else {"num_processes": str(num_processes)}
     gear = load_gear(path, flags)
-    environment = launcher_environment(path, num_processes)
+    environment = launcher_environment(path, num_processes) | ADDED
     before = set(runs.glob("*")) if runs.exists() else set()
 
     def work() -> int:

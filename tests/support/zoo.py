@@ -220,6 +220,7 @@ lists what is added. A composite model (with a vision tower, for example) trains
 
 ## Read next
 
+- [Model cards](models/README.md): what the families that people use did under every gear
 - [Methods](methods.md): full training, LoRA, QLoRA and DoRA
 - [Gears and methods](matrix.md): every gear with every method
 - [Mixtures of experts](moe.md): what is different for a model with a router

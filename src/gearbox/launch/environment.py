@@ -10,6 +10,8 @@ LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
     *("OMP_", "ACCELERATE", "FSDP_", "GEARBOX_"),
 )
+CALLER_RELOADS = "GEARBOX_CALLER_RELOADS"
+"""Set by a process that starts many short runs and reloads their models itself."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ def of_first_rank(size: int) -> dict[str, str]:
 def without_launcher() -> dict[str, str]:
     """Return this process's environment without a launcher's variables, for a child that is not a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+
+
+def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return what torch's launcher sets for a rank on one machine, whose store has this port; nothing for one rank."""
+    if size == 1:
+        return {}
+    number, ranks = str(rank), str(size)
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return place | store | {"TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def part_of_slurm_array() -> tuple[int, int] | None:

@@ -240,7 +240,7 @@ class _Shrinker:
         elif VOCABULARY.fullmatch(key):
             small = self.vocabulary
         elif KEY_HEADS.fullmatch(key):
-            small = max(1, HEADS * value // self.query_heads(key, value))
+            small = max(min(2, value), HEADS * value // self.query_heads(key, value))  # tp may divide them by 2
         else:
             small = next((size for pattern, size in SIZES if pattern.fullmatch(key)), value)
         small = min(value, small)

@@ -72,11 +72,13 @@ class Compared:
     problem: str = ""
     """Reason why the run cannot be compared, or an empty text."""
     differences: list[Difference] = field(default_factory=list)
+    after: int = 0
+    """The step that the run resumed from. Only later steps are compared."""
 
     def compare_with(self, reference: Compared) -> None:
         """Set `differences`, or `problem` if the runs cannot be compared."""
         try:
-            self.differences = [] if self.problem else compare(reference.folder, self.folder)
+            self.differences = [] if self.problem else compare(reference.folder, self.folder, self.after)
         except (UserError, manifest.CorruptCheckpoint) as error:
             self.problem = str(error)
 
@@ -106,12 +108,12 @@ class Compared:
         return max((step.values[quantity], step.step) for step in self.differences if quantity in step.values)
 
 
-def compare(reference: Path, other: Path) -> list[Difference]:
-    """Return the differences between two runs after each step, given their folders.
+def compare(reference: Path, other: Path, after: int = 0) -> list[Difference]:
+    """Return the differences between two runs after each step that follows step `after`, given their folders.
 
     Raise UserError or CorruptCheckpoint if the runs cannot be compared.
     """
-    steps, reference_steps = read_steps(other), read_steps(reference)
+    steps, reference_steps = ([line for line in read_steps(run) if line["step"] > after] for run in (other, reference))
     if len(steps) != len(reference_steps):
         raise UserError(f"{other}: has {len(steps)} steps, but {reference} has {len(reference_steps)}")
     if [line["step"] for line in steps] != [line["step"] for line in reference_steps]:

@@ -16,7 +16,7 @@ from gearbox.console import format_bytes, make_console, styled
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import CALLER_RELOADS, without_launcher
 from gearbox.launch.outcome import exit_code
 from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
@@ -88,13 +88,14 @@ def report(
     question = rows.samples[0].question if rows.samples else "Hello"
     model = run.folder / "model"
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
-    problem = _memory_problem(model)
-    reply = None if problem else ask_saved(model, command, watchdog)
+    asks = CALLER_RELOADS not in os.environ
+    problem = _memory_problem(model) if asks else ""
+    reply = ask_saved(model, command, watchdog) if asks and not problem else None
     if reply is not None:
         screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
     why = problem or "stopped before the saved model was asked"
-    left = "" if reply is not None else f"{why}; run: python {shlex.join(command)}"
+    left = f"{why}; run: python {shlex.join(command)}" if asks and reply is None else ""
     run.write_status("done", left)
     screen.print(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
 
