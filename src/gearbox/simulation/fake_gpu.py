@@ -83,7 +83,7 @@ class FakeGPU(TorchDispatchMode):
 
         return counted
 
-    def move(self, tensors: Iterable[torch.Tensor | None], term: str) -> None:
+    def recount(self, tensors: Iterable[torch.Tensor | None], term: str) -> None:
         """Count tensors that exist already as this term."""
         for tensor in tensors:
             if tensor is None:

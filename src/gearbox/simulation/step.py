@@ -196,7 +196,7 @@ def _build(job: Job, folder: str, plan: _Plan, gpu: FakeGPU) -> Engine:
         optimizer = make_optimizer(loaded, recipe.optim, plan.unreached)
         model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, perf)
     unwrapped = engines.unwrap(accelerator, model)
-    gpu.move([*unwrapped.parameters(), *unwrapped.buffers()], "weights")
+    gpu.recount([*unwrapped.parameters(), *unwrapped.buffers()], "weights")
     job = replace(job, recipe=recipe)
     return Engine(job, ProcessGroup(), accelerator, model, unwrapped, optimizer, folder, torch.bfloat16)
 
@@ -307,7 +307,7 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
     def end(*_: object) -> None:
         gpu.term = before.pop()
         found = (value for state in optimizer.state.values() for value in state.values())
-        gpu.move((value for value in found if isinstance(value, torch.Tensor)), "optimizer")
+        gpu.recount((value for value in found if isinstance(value, torch.Tensor)), "optimizer")
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
@@ -320,7 +320,7 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
     first: Counter[str] = Counter()
 
     def heartbeat(phase: str) -> None:
-        gpu.move((parameter.grad for parameter in engine.unwrapped.parameters()), "gradients")
+        gpu.recount((parameter.grad for parameter in engine.unwrapped.parameters()), "gradients")
         if phase == "micro-batch 2":
             first.update(gpu.sent)
 
@@ -338,14 +338,14 @@ def _watch_gradients(model: nn.Module, gpu: FakeGPU) -> None:
     """Count each gradient as one from the moment that it exists. Under FSDP2 it is complete first."""
     for parameter in model.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
-            parameter.register_post_accumulate_grad_hook(lambda one: gpu.move([one.grad], "gradients"))
+            parameter.register_post_accumulate_grad_hook(lambda one: gpu.recount([one.grad], "gradients"))
     usual = FSDPParam.init_unsharded_param
 
     def init(self: FSDPParam) -> None:
         is_first = not hasattr(self, "_unsharded_param")
         usual(self)
         if is_first and self._unsharded_param.requires_grad:
-            self._unsharded_param.register_post_accumulate_grad_hook(lambda one: gpu.move([one.grad], "gathered"))
+            self._unsharded_param.register_post_accumulate_grad_hook(lambda one: gpu.recount([one.grad], "gathered"))
 
     FSDPParam.init_unsharded_param = init
 
