@@ -124,3 +124,12 @@ def test_a_saved_model_answers(train, capsys):
     said = capsys.readouterr()
     assert said.err == ""
     assert len(said.out.strip()) <= 3 * 4, "three byte tokens, shown as at most three characters"
+
+
+def test_a_scaled_embedding_keeps_its_scale_in_4_bits_under_zero3(train, tmp_path):
+    """Gemma multiplies its embeddings by a buffer that no file holds. Without its value a run trains nothing."""
+    transformers.Gemma3TextConfig(num_hidden_layers=2, sliding_window=64).save_pretrained(tmp_path / "gemma")
+    given = (f"model.name={tmp_path / 'gemma'}", "adapter.method=lora", "model.quantize=nf4", "optim.eps=1e-3")
+    alone, sharded = train("single", *given, "run.name=alone"), train("zero3", *given, ranks=2)
+    assert set(alone.codes + sharded.codes) == {0}, sharded.output
+    assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -170,7 +170,7 @@ def _load_weights(
         skipped = [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
         options["quantization_config"].llm_int8_skip_modules = skipped
     try:
-        with keeping_loaded_weights():
+        with keeping_loaded_weights(model.quantize is not None):
             loaded = loader.from_pretrained(
                 source, config=config, **Pretrained.of(model).options, use_safetensors=True, **options
             )

@@ -91,18 +91,20 @@ def copy_full_(parameter: torch.Tensor, full: torch.Tensor) -> None:
 
 
 @contextmanager
-def keeping_loaded_weights() -> Iterator[None]:
+def keeping_loaded_weights(is_quantized: bool) -> Iterator[None]:
     """Let from_pretrained under ZeRO-3 initialize only modules with a missing weight.
 
     It calls the family's `_init_weights` for all modules, which leaves loaded weights as they are. But several families
-    read the shape of a weight there, and a partitioned weight has none.
+    read the shape of a weight there, and a partitioned weight has none. Buffers of a quantized model have no values
+    yet, because it was built without memory.
     """
     usual = PreTrainedModel._initialize_weights
 
     def initialize(self: PreTrainedModel, module: torch.nn.Module, *options: bool) -> None:
         weights = [*module.parameters()]
         are_loaded = bool(weights) and all(getattr(weight, "_is_hf_initialized", False) for weight in weights)
-        if not (are_loaded and is_deepspeed_zero3_enabled()):
+        has_empty_buffers = is_quantized and any(True for _ in module.buffers(recurse=False))
+        if has_empty_buffers or not (are_loaded and is_deepspeed_zero3_enabled()):
             usual(self, module, *options)
 
     PreTrainedModel._initialize_weights = initialize
