@@ -35,7 +35,9 @@ from transformers.models.llama import modeling_llama  # noqa: F401  warm
 
 from gearbox import processes
 from gearbox.errors import UserError
-from gearbox.launch.environment import variables_of_rank
+from gearbox.launch.environment import LaunchEnvironment, variables_of_rank
+
+RANK_0_SPEAKS_SECONDS = 0.5
 
 
 class Limits(NamedTuple):
@@ -125,6 +127,8 @@ def _become_rank(work: Callable[[], int | None], environment: dict[str, str], lo
         os.environ.update(environment)
         code = work() or 0
     except UserError as error:
+        if LaunchEnvironment.read().rank > 0:
+            time.sleep(RANK_0_SPEAKS_SECONDS)  # this rank may refuse only because rank 0 has ended
         print("\n".join(f"gearbox: {line}" for line in str(error).splitlines()))  # as src/train.py prints it
         code = 2
     except BaseException:

@@ -47,7 +47,7 @@ def ended(codes: Sequence[int], output: str, log: Path) -> Ended:
     lines = output.splitlines()
     messages = [line.removeprefix("gearbox: ") for line in lines if line.startswith("gearbox: ")]
     errors = [line for line in lines if re.match(r"\w+(\.\w+)*(Error|Exception|Interrupt): ", line)]
-    # The first rank that refuses names the reason. Others may then fail because it has ended.
+    # Rank 0 speaks first. Other ranks may refuse because it has ended.
     found = messages[:1] if is_refusal else [*errors, *messages]
     code = next(code for code in codes if code)
     return Ended(found[-1] if found else f"exited with code {code}; see {log}", is_refusal)
