@@ -195,21 +195,24 @@ class Engine:
         """Run backward passes of rows without targets before step 1, if DDP or compiled layers need it.
 
         With DDP, the first backward pass decides the order of its buckets, and with it which ranks' gradients are added
-        first. Otherwise a resumed run on 3 or more ranks would differ from an uninterrupted one in the last bit. Layers
-        are compiled here, where no time limit runs, for rows of one document and of several (see `checking_hooks`).
+        first. The second makes the gradients parts of the buckets: until then DDP multiplies them by 1 / ranks, and
+        afterwards it divides them. Otherwise a resumed run on 3 or more ranks would differ from an uninterrupted one in
+        the last bit. Layers are compiled here, where no time limit runs, for rows of one document and of several (see
+        `checking_hooks`).
         """
         if self.job.recipe.perf.compile and self.job.gear.engine != "zero":  # ZeRO steps inside a backward pass
             with checking_hooks(blocks_of(without_adapter(self.unwrapped))):
                 for row in (None, 0):
                     self._try_rows(rows.batch([row] * self.job.batch.micro_rows))
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self._try_rows(rows.batch([None]))
+            for _ in range(2):
+                self._try_rows(rows.batch([None]))
 
     def _try_rows(self, batch: Batch) -> None:
         """Run a backward pass of rows without their targets, and clear the gradients."""
         with self.forward_inputs(batch | {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}, True) as inputs:
             self.model(**inputs).backward()
-        self.model.zero_grad()
+        self.step_and_zero(skip=True)
 
     def local_shards(self) -> list[TensorShard]:
         """Return the shards that this rank writes to a checkpoint. Every rank must call it."""
