@@ -1,6 +1,7 @@
 """Test model families that differ from a plain decoder: each trains the same under every gear, or is refused."""
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 LONG_ROPE = {
@@ -135,3 +136,19 @@ def test_a_folder_without_a_tokenizer_is_refused(train, tmp_path):
         "has no tokenizer files, such as tokenizer.json"
         in train("single", f"model.name={tmp_path / 'bare'}", "run.rehearse=false").output
     )
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3"])
+def test_an_adapter_is_whole_where_a_layer_gathers_its_output(rehearse, family):
+    """PEFT computes it in full on every rank of tp, so its matrices are not divided."""
+    settings = ("adapter.method=lora", "adapter.targets=all-linear", "optim.lr=1e-2", "optim.eps=1e-3", "train.steps=4")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    one = rehearse(family, "single", *settings, **sizes)
+    assert one.codes == [0], one.output
+    reference, losses = one.weights, one.losses
+    two = rehearse(family, "tp", *settings, **sizes)
+    assert set(two.codes) == {0}, two.output
+    assert two.losses == pytest.approx(losses, rel=1e-5)
+    assert two.weights.keys() == reference.keys()
+    for name, tensor in two.weights.items():
+        assert torch.allclose(tensor, reference[name], rtol=0, atol=2e-6), name

@@ -13,7 +13,7 @@ def test_the_report_of_a_run(train, tmp_path):
     of_experts = "load imbalance of the experts"  # this model is not a mixture
     assert [title for title in html_report.CURVES if title not in page] == [of_experts]
     drawn = re.findall(r'<polyline points="([^"]*)"', page)
-    assert [len(points.split()) for points in drawn] == [6, 4, 4, 6, 6, 6, 6], "six steps, four evaluations"
+    assert [len(points.split()) for points in drawn] == [6, 4, 4, 6, 6, 6, 6, 6], "six steps, four evaluations"
     heights = [float(point.split(",")[1]) for point in drawn[0].split()]
     losses = outcome.losses
     assert sorted(range(6), key=lambda i: -heights[i]) == sorted(range(6), key=lambda i: losses[i]), (

@@ -36,7 +36,7 @@ def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_fil
 
 TRAINING_KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "rows_hash", "seconds",
-    "memory_peak_bytes", "num_skipped",
+    "memory_peak_bytes", "memory_predicted_bytes", "num_skipped",
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def test_a_message_is_what_the_code_prints(message):
 @pytest.mark.parametrize(
     "message",
     [
-        "the recipe has the key optim.lrr, which there is not; did you mean 'lr'?",
+        "the key optim.lrr is none of the recipe's keys; perhaps lr was meant",
         "num_processes: 3 ranks cannot be cut into tp 2; use 2 or 4",
         "is damaged: it is not as it was written",
     ],

@@ -210,7 +210,7 @@ def methods_table(proofs: dict[str, Proof]) -> list[str]:
                 word += f" [{reasons.index(why) + 1}]"
             cells.append(word)
         lines.append(f"| `{one.gear}` | {one.num_ranks} | {' | '.join(cells)} |")
-    return [*lines, *[""][: len(reasons)], *(f"{i}. {page.plain(why)}" for i, why in enumerate(reasons, start=1))]
+    return [*lines, *[""][: len(reasons)], *(f"{i}. {page.quoted(why)}" for i, why in enumerate(reasons, start=1))]
 
 
 def worst(proof: Proof) -> str:

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from gearbox import ROOT
+from gearbox.checks.documents import MAX_RECORDS
 from gearbox.data import corpus, tokenization
 from gearbox.distributed import process_group
 from gearbox.model import loading
@@ -81,10 +82,10 @@ def test_dropped_documents_are_listed_in_the_runs_folder(train, tmp_path):
 
 def test_a_bad_row_ends_every_rank_before_the_run_has_a_folder(train, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 2)  # the launcher would end the waiting rank at once
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 5}])
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * MAX_RECORDS + [{"text": 5}])
     outcome = train("ddp", f"data.path={path}", ranks=2)
     assert outcome.codes[0] == 2 and outcome.folder is None
-    assert f"{path}:2: text: must be a string, found a number" in outcome.output
+    assert f"{path}:{MAX_RECORDS + 1}: text: must be a string, found a number" in outcome.output
     assert outcome.output.count("must be a string") == 1, "the waiting rank must print nothing"
 
 

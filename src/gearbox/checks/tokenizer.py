@@ -19,9 +19,19 @@ if TYPE_CHECKING:
 
     from gearbox.checks.subject import Subject
 
+NO_TOKENIZER = "{} has no tokenizer files, such as tokenizer.json; copy them from the same model"
+VOCABULARY_NAMES = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken", "bpe")
+VOCABULARY_ENDINGS = (".model", ".tiktoken", ".bpe")
 MAX_TEMPLATE_BYTES = 2**20
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
 QUESTION, ANSWER = "\U00020000" * 4, "\U00020001" * 4  # characters that no template writes
+
+
+def lacks_tokenizer(folder: Path) -> bool:
+    """Return True for a folder without any file that has a tokenizer's vocabulary."""
+    return not any(
+        path.name.startswith(VOCABULARY_NAMES) or path.suffix in VOCABULARY_ENDINGS for path in folder.iterdir()
+    )
 
 
 class Template(NamedTuple):
@@ -38,9 +48,10 @@ def template(subject: Subject) -> Iterator[Said]:
     if subject.recipe.run.rehearse and subject.recipe.data.chat_template is None:
         return
     has_chats = any(found.form not in (None, "text") for found in subject.first_records)
-    found = _template_of(subject)
+    found, folder = _template_of(subject), subject.model.folder
     if found is None:
-        if has_chats and subject.model.folder is not None and subject.recipe.data.chat_template is None:
+        has_vocabulary = folder is not None and not lacks_tokenizer(folder)
+        if has_chats and has_vocabulary and subject.recipe.data.chat_template is None:
             yield subject.say(NO_TEMPLATE)
         return
     from jinja2 import TemplateSyntaxError
@@ -117,6 +128,10 @@ def tokens(subject: Subject) -> Iterator[Said]:
     """Check that the model has a row for each token, and that plain text has an end."""
     model = subject.model
     if subject.recipe.run.rehearse or model.folder is None:
+        return
+    if lacks_tokenizer(model.folder):
+        if Path(subject.recipe.model.name).is_dir():  # else in the Hub's cache, to which the run adds files
+            yield subject.say(f"model.name: {NO_TOKENIZER.format(model.folder)}")
         return
     ids, special = model.token_ids, {name: model.special(name) for name in ("eos_token", "pad_token", "bos_token")}
     if ids and special["eos_token"] is None and any(found.form == "text" for found in subject.first_records):

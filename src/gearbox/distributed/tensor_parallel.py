@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+FULL_OUTSIDE = ("colwise_gather_output", "rowwise_split_input")  # plans of layers with full inputs and outputs
+
 
 def fix_replicated_gradients() -> None:
     """Fix how transformers 5.23 sums the gradients of per-head norms (Qwen3) over the ranks that share the heads.
@@ -48,6 +50,24 @@ def fix_replicated_gradients() -> None:
     ReplicatedWithGradAllReduce.install_forward = install_forward
 
 
+def fix_adapter_sizes() -> None:
+    """Fix the sizes of PEFT 0.21's adapters of layers that split their input or gather their output (OLMo 2, Phi).
+
+    PEFT computes these adapters in full on every rank, but takes their sizes from the local shard.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    usual = LoraLayer._get_in_out_features
+
+    def sizes(self: LoraLayer, module: nn.Module) -> tuple[int, int]:
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, DTensor) and getattr(module, "_hf_tp_plan", None) in FULL_OUTSIDE:
+            return weight.shape[1], weight.shape[0]
+        return cast(tuple[int, int], usual(self, module))
+
+    LoraLayer._get_in_out_features = sizes
+
+
 def fix_sharded_layers(model: nn.Module) -> None:
     """Fix sizes and memory of layers whose matrices transformers and PEFT have sharded across ranks."""
     for module in model.modules():
@@ -64,7 +84,8 @@ def fix_sharded_layers(model: nn.Module) -> None:
 def split_parameters(model: PreTrainedModel | PeftModel) -> set[nn.Parameter]:
     """Return the parameters that the family's plan divides among the ranks of tp; each rank holds the others in full.
 
-    Of an adapter's two matrices only the one next to the divided side is divided.
+    Of an adapter's two matrices only the one next to the divided side is divided. None is where the layer itself splits
+    its input or gathers its output: PEFT then computes the adapter in full on every rank.
     """
     causal_lm, found = without_adapter(model), set()
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
@@ -72,6 +93,8 @@ def split_parameters(model: PreTrainedModel | PeftModel) -> set[nn.Parameter]:
         module, _, kind = pattern.rpartition(".")
         module, _, half = module.partition(".lora_")  # A.default, B.default or empty
         style = causal_lm.tp_plan.get(pattern) or causal_lm.tp_plan.get(module.removesuffix(".base_layer"), "")
+        if half and style in FULL_OUTSIDE:
+            continue
         divides_outputs = style.startswith(("colwise", "embedding", "packed")) and half[:1] in ("", "B")
         divides_inputs = style.startswith("rowwise") and half[:1] in ("", "A") and kind != "bias"
         if divides_outputs or divides_inputs:
@@ -121,5 +144,6 @@ def from_pretrained_kwargs(gear: Gear) -> dict[str, Any]:
 
     if gear.engine == "tp":
         fix_replicated_gradients()
+    fix_adapter_sizes()
     tp = gear.degree("tp")
     return {"distributed_config": TensorParallel(tp_size=tp, fsdp_size=gear.num_processes // tp)}

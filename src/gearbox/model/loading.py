@@ -23,6 +23,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from gearbox import ROOT
 from gearbox.checks.model import known_token
+from gearbox.checks.tokenizer import lacks_tokenizer
 from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
@@ -66,7 +67,7 @@ def load_tokenizer(model: Model, chat_template: str | None, rehearse: bool) -> P
     try:
         tokenizer = origin.tokenizer()
     except UserError:
-        if not rehearse or (origin.folder is not None and not origin.lacks_tokenizer()):
+        if not rehearse or (origin.folder is not None and not lacks_tokenizer(origin.folder)):
             raise
         tokenizer = Pretrained(str(TINY)).tokenizer()
     if chat_template is not None:

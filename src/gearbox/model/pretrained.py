@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from gearbox.checks.tokenizer import NO_TOKENIZER, lacks_tokenizer
 from gearbox.config.adapter_settings import WEIGHTS
 from gearbox.config.recipe import Model
 from gearbox.errors import UserError, one_line, one_line_with_type
@@ -34,8 +35,6 @@ SMALL_FILES = (
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of generation_config.json
 READ_ENDINGS = (".json", ".jinja", ".safetensors", ".model", ".txt", ".tiktoken", ".bpe")
-TOKENIZER_NAMES = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken", "bpe")
-TOKENIZER_ENDINGS = (".model", ".tiktoken", ".bpe")
 MAX_TOKENIZER_BYTES = 512 * 2**20
 # Parts of the names of sizes in a config, and bounds: a larger model would be built for minutes, or fill the memory.
 BOUNDS = {"layers": 10_000, "experts": 10_000, "heads": 10_000, "dim": 10_000_000, "size": 10_000_000}
@@ -98,10 +97,8 @@ class Pretrained:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer. Raise UserError if a file of it is missing or damaged."""
         self.check_files()
-        if self.lacks_tokenizer():  # transformers would create an empty one for some families
-            raise self.refuse(
-                f"{self.name} has no tokenizer files, such as tokenizer.json; copy them from the same model"
-            )
+        if self.folder is not None and lacks_tokenizer(self.folder):  # transformers would create one for some families
+            raise UserError(f"{self.key}: {NO_TOKENIZER.format(self.folder)}")
         try:
             tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(self.name, **self.options)
             tokenizer("a")  # some wrong settings show only now
@@ -119,12 +116,6 @@ class Pretrained:
         if not len(tokenizer):
             raise self.refuse(f"the tokenizer of {self.name!r} has no tokens; copy its files from the same model")
         return tokenizer
-
-    def lacks_tokenizer(self) -> bool:
-        """Return True for a local folder without any file that has a tokenizer's vocabulary."""
-        return self.folder is not None and not any(
-            path.name.startswith(TOKENIZER_NAMES) or path.suffix in TOKENIZER_ENDINGS for path in self.folder.iterdir()
-        )
 
     def check_files(self) -> None:
         """Raise UserError if a small file is not JSON, or if the index names other files than safetensors."""

@@ -16,8 +16,8 @@ LEGEND = """- **loss**, **gradient norm**: the largest difference from the first
 - **resumed**: stopped after half of the steps and resumed under the same gear, compared with the uninterrupted run.
 - **resumed from**: resumed from a checkpoint of that gear, compared with the first gear. Both columns show the largest
   difference of loss, gradient norm, weights and optimizer moments, each relative (`docs/parity.md` defines them).
-- **exported**: the tensors of the saved model that equal those of the first gear in every byte, and the largest
-  difference of a weight in the others.
+- **exported**: the tensors of the saved model that equal those of the first gear in every byte. A figure after them is
+  the largest difference of a weight in the others.
 - **reloaded**: a fresh process loaded the saved model; the largest difference of its logits from those of the first
   gear, divided by the largest logit."""
 
@@ -77,7 +77,7 @@ def table(proof: Proof) -> list[str]:
         word = f"**{one.outcome}**" if one.outcome == "failed" else one.outcome
         cells = [f"`{one.gear}`", str(one.num_ranks), word + "".join(marks), *_figures(one, proof)]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *[""][: len(reasons)], *(f"{i}. {plain(why)}" for i, why in enumerate(reasons, start=1))]
+    return [*lines, *[""][: len(reasons)], *(f"{i}. {quoted(why)}" for i, why in enumerate(reasons, start=1))]
 
 
 def _figures(one: GearResult, proof: Proof) -> list[str]:
@@ -160,6 +160,11 @@ def plain(text: str) -> str:
     """Return text from a file so that Markdown shows it as it is, on one line."""
     line = " ".join(text.split())
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#" else letter for letter in line)
+
+
+def quoted(message: str) -> str:
+    """Return a message as a span of code on one line."""
+    return f"`{' '.join(message.split()).replace('`', chr(39))}`"
 
 
 def _longest_ticks(text: str) -> int:
