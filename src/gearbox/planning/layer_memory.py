@@ -47,7 +47,7 @@ class Setup:
     adapter: tuple[int, tuple[str, ...] | None] = (16, None)
     """The rank of an adapter and the names of the layers that it adapts; None for all linear layers."""
     accumulates: bool = True
-    """True if a step has several micro-batches, so that gradients are held while another one runs."""
+    """True if gradients are held while a micro-batch runs: of the ones before it, or as parts of DDP's buckets."""
     shares: Shares = WHOLE
     casts: bool = True
     """True if autocast computes in bf16 with the weights of the optimizer, as under single, ddp, tp and pp."""
@@ -96,7 +96,7 @@ class Setup:
             optimizer=recipe.optim.name,
             master_bytes=FP32 if recipe.optim.master_weights == "fp32" else BF16,
             adapter=(recipe.adapter.r, names),
-            accumulates=steps > 1,
+            accumulates=steps > 1 or gear.engine == "ddp",
             shares=shares_of(gear),
             casts=not is_fp32 and gear.engine in ("single", "ddp", "tp", "pp"),
             gathers=gear.engine == "fsdp" or gear.zero_stage == 3,
@@ -236,7 +236,22 @@ class Layer:
         if style.is_fused:  # the parts of a product keep all of it, and the MLP all that it computes
             attention += self.setup.compute * (self.queries + self.keys)
             inner *= 2
-        return norms + attention + inner + self.setup.compute * setup.adapter[0] * len(self.adapted)
+        low = self.setup.compute * setup.adapter[0] * len(self.adapted)
+        return norms + attention + inner + low + self.kept_inputs()
+
+    def kept_inputs(self) -> int:
+        """Return the bytes of a token that matrices keep of their inputs. Our kernels know none that tp divides.
+
+        Autocast gives each matrix a copy of an fp32 input, and PEFT gives one to each adapter.
+        """
+        setup, style, width = self.setup, self.shape.style, self.shape.width
+        if setup.tp == 1:
+            return 0
+        if self.adapted:
+            by_rows = (self.shape.attention[-1].name, self.matrices[-1].name)
+            return setup.compute * sum(one.inputs // (setup.tp if one.name in by_rows else 1) for one in self.adapted)
+        copies = len(self.matrices) - 2 if setup.stream == FP32 and not style.norms_outputs else 2
+        return setup.compute * (width * copies + self.inner * (style.is_gated and not style.is_fused))
 
     def kept_without_kernels(self) -> int:
         """Return the same for the family's own modules. Their norms compute in fp32, and MLPs keep four results.

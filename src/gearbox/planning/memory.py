@@ -146,12 +146,11 @@ class Part:
         chunk = min(max(1, setup.num_logits // vocabulary), tokens) * vocabulary
         casts = setup.cast_bytes * self.head_weights if setup.trains_all else 0
         gradient = FP32 * self.head_weights if setup.trains_all else 0
+        buffers = 1 if self.shape.is_tied else 2  # a tied weight was gathered long before, and its collective's buffer freed
         return {
             "activations": self.kept() + self.in_autocast(),
             "head": states + chunk * (setup.compute + in_fp32) + gradient + casts,
-            "gathered": 2 * setup.compute * self.head_weights
-            if setup.gathers
-            else 0,  # with the buffer of the collective
+            "gathered": buffers * setup.compute * self.head_weights if setup.gathers else 0,
         }
 
     def in_head_backward(self) -> Moment:
@@ -175,28 +174,46 @@ class Part:
             return 0  # those of all matrices are kept anyway
         return self.setup.cast_bytes * sum(layer.in_autocast for layer in self.layers)
 
-    def in_layer(self) -> Moment:
+    def in_last_layer(self) -> Moment:
         """Return what the backward pass of the last layer adds, while all others wait for theirs."""
-        setup, largest = self.setup, max(self.layers, key=lambda layer: layer.num_weights)
-        gathered = 0.0
-        if setup.gathers:
-            reduced = FP32 * (1 + 1 / setup.shares.gradients) + setup.compute
-            kept = largest.gathered_weights / largest.num_weights
-            gathered = 2 * setup.compute * largest.gathered_weights + reduced * largest.trained * kept
+        setup = self.setup
+        gathered = 2 * setup.compute * self.largest.gathered_weights if setup.gathers else 0
         return {
             "activations": self.kept() + self.in_states() + max(layer.backward() for layer in self.layers),
+            "head": self.reduced_bytes * self.head_weights if setup.trains_all else 0,
             "gathered": gathered,
         }
+
+    def in_next_layer(self) -> Moment:
+        """Return what the backward pass of the layer before adds, while the last one's gradients are summed."""
+        if not self.setup.gathers or len(self.layers) < 2:
+            return {}
+        largest, added = self.largest, self.in_last_layer()
+        kept = largest.gathered_weights / largest.num_weights
+        activations = added["activations"] - self.setup.in_flight * largest.kept()
+        reduced = self.reduced_bytes * largest.trained * kept
+        is_first = len(self.layers) == 2  # then no other one is gathered
+        return {"activations": activations, "gathered": added["gathered"] / (1 + is_first) + reduced}
+
+    @property
+    def largest(self) -> Layer:
+        """The layer with the most weights."""
+        return max(self.layers, key=lambda layer: layer.num_weights)
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Bytes of a gathered weight's gradient while it is summed over ranks: as computed, in fp32, and its share."""
+        setup = self.setup
+        return setup.compute + FP32 * (1 + 1 / setup.shares.gradients) if setup.gathers else 0
 
     def in_reduction(self) -> Moment:
         """Return what is added while the gradient of the output head is summed over ranks."""
         setup = self.setup
         if not (setup.gathers and setup.trains_all):
             return {}
-        reduced = setup.compute + FP32 * (1 + 1 / setup.shares.gradients)
         return {
             "activations": self.kept() + self.in_states(),
-            "head": reduced * self.head_weights,
+            "head": self.reduced_bytes * self.head_weights,
         }
 
     def at_the_end(self) -> Moment:
@@ -217,7 +234,8 @@ class Part:
         moments = {
             "the output head": (early, self.in_head()),
             "the backward pass of the output head": (early, self.in_head_backward()),
-            "the backward pass of a layer": (early, self.in_layer()),
+            "the backward pass of the last layer": (early, self.in_last_layer()),
+            "the backward pass of a layer": (early, self.in_next_layer()),
             "the reduction of the head's gradient": (early, self.in_reduction()),
             "the end of the backward pass": (held, self.at_the_end()),
         }
