@@ -8,7 +8,7 @@ RECIPE ?= recipes/tiny.yaml
 PACKAGES := iproute2 util-linux hostname slurm-wlm munge buildah debootstrap docker-compose chromium fonts-liberation
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup packages train quick test lint faults attacks matrix zoo prove cards templates cells commands \
+.PHONY: help setup packages train quick test lint faults attacks matrix zoo prove simulate cards templates cells commands \
 	cluster slurm-test gpu image image-test bench pictures schema smollm2 lock clean
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ zoo: $(STAMP)  ## rehearse every model family under several gears, and write doc
 
 prove: $(STAMP)  ## run RECIPE=recipes/mine.yaml under every gear, and write a page and a badge (3 min)
 	$(BIN)/python src/prove.py $(RECIPE)
+
+simulate: $(STAMP)  ## simulate every recipe under every gear that can be, and compare with the closed form (40 min; resumes)
+	PYTHONPATH=src:tests $(BIN)/python tests/support/simulations.py
 
 cards: $(STAMP)  ## prove the families that people use, and write docs/models/ (30 min; resumes if stopped)
 	$(BIN)/python tests/support/cards.py

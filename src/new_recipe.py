@@ -30,11 +30,11 @@ from pathlib import Path
 
 import preview
 from gearbox import ROOT, filesystem, processes
+from gearbox.checks import agreement
 from gearbox.config.gear import gear_path, load_gear
-from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
-from gearbox.console import make_console
+from gearbox.console import Screen, make_console
 from gearbox.doctor import nvidia_smi
 from gearbox.errors import UserError, one_line
 from gearbox.launch import cli
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     for line in recipe_text.change_lines(draft.changes.values()):
         screen.print(line)
     try:
-        check(options.output, choice)
+        check(options.output, choice, screen)
         if facts.template != "unread":
             preview.main([str(options.output), "--rows", "1"])
     finally:
@@ -162,7 +162,7 @@ def write(path: Path, text: str, is_forced: bool) -> None:
         raise UserError(f"--output: {path} cannot be written: {error.strerror}") from None
 
 
-def check(path: Path, choice: Choice) -> None:
+def check(path: Path, choice: Choice, screen: Screen) -> None:
     """Check recipe, gear and weights as the start of a run does. Raise UserError with what is wrong."""
     from gearbox.model import loading
     from gearbox.model.pretrained import Pretrained
@@ -170,7 +170,8 @@ def check(path: Path, choice: Choice) -> None:
     recipe = load_recipe(path)
     file = gear_path(choice.gear)
     flags = {} if choice.gear == "single" else {"num_processes": str(choice.gpus.total)}
-    Job.of(path, recipe, load_gear(file, flags))
+    for hint in agreement.job_of(path, [], (load_gear(file, flags), [])).hints:
+        screen.print(f"hint: {hint}")
     origin = Pretrained.of(recipe.model)
     if origin.folder is not None and recipe.model.init == "pretrained":
         loading.check_weights(origin, origin.config())

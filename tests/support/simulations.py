@@ -1,12 +1,11 @@
-"""Simulate every recipe under every gear that can be simulated, and print the peaks. Run this file for the table.
+"""Simulate every recipe under every gear that can be simulated (`make simulate`), and compare with the closed form.
 
-python tests/support/simulations.py FILE.json [RECIPE ...]
+The peaks are kept in benchmarks/simulated.json. Delete a row, or the file, to simulate it again.
 """
 
 from support.environment import ROOT  # isort: skip  first: it sets variables that other imports read
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -14,12 +13,16 @@ from gearbox.config.gear import gear_path, load_gear
 from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.memory import predict
 from gearbox.simulation import step
 from gearbox.simulation.simulate import simulate
 from support.ranks import fork_ranks
 
 RECIPES = ("tiny", "ddp_4gpu_full", "fsdp_2gpu", "qlora_1gpu", "ddp_4gpu", "smollm2_135m", "zero3_2gpu")
-GEARS = {"single": 1, "ddp": 4, "fsdp": 2, "hsdp": 4, "fsdp_offload": 2, "tp": 2, "fsdp_tp": 4, "ring": 2}
+GEARS = {"single": 1, "ddp": 4, "fsdp": 8, "hsdp": 8, "fsdp_offload": 2, "tp": 2, "ring": 2}
+NAMES = {"smollm2_135m": ("model.name=HuggingFaceTB/SmolLM2-135M-Instruct",)}  # that `make smollm2` copies
+FILE, PAGE, FIRST_CELL = ROOT / "benchmarks/simulated.json", ROOT / "docs/plan.md", "| recipe |"
 
 
 def job_of(name: str, gear: str, ranks: int | None = None, *overrides: str) -> Job:
@@ -30,7 +33,7 @@ def job_of(name: str, gear: str, ranks: int | None = None, *overrides: str) -> J
 
 
 def config_of(job: Job) -> dict:
-    """Return the content of the config.json of a recipe's model, from its folder or from recipes/architectures."""
+    """Return the content of the config.json of a recipe's model, from recipes/architectures or from its folder."""
     name = job.recipe.model.name
     folder, shipped = ROOT / name / "config.json", ROOT / "recipes/architectures" / f"{name.replace('/', '--')}.json"
     return json.loads((folder if folder.exists() else shipped).read_text())
@@ -49,26 +52,56 @@ def simulated(job: Job, config: dict) -> dict:
         return json.loads(file.read_text())
 
 
-def main() -> None:
-    """Write the peaks to a file, and print them."""
-    file, *recipes = sys.argv[1:]
-    rows = []
-    for name in recipes or RECIPES:
-        for gear, ranks in GEARS.items():
-            row = {"recipe": name, "gear": gear, "ranks": ranks}
+def work_of(recipe: str, gear: str) -> Job:
+    """Return the job of a row of the table."""
+    return job_of(recipe, gear, GEARS[gear], *NAMES.get(recipe, ()))
+
+
+def simulate_all() -> None:
+    """Simulate what the file lacks, and write it after each one, so that a killed command resumes."""
+    rows = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for recipe in RECIPES:
+        for gear in GEARS:
+            if (name := f"{recipe} {gear}") in rows:
+                continue
             try:
-                job = job_of(name, gear, ranks)
+                job = work_of(recipe, gear)
                 found = simulate(job, config_of(job))
-                row |= {"peak": found.peak_bytes, "terms": found.terms, "loading": found.loading_bytes}
-                row |= {"sent": found.sent_bytes, "seconds": round(found.seconds, 1)}
+                rows[name] = {"peak_bytes": found.peak_bytes, "terms": found.terms, "seconds": round(found.seconds)}
             except UserError as error:
-                row |= {"refused": str(error)}
-            except RuntimeError as error:
-                row |= {"failed": str(error)[-1500:]}
-            rows.append(row)
-            Path(file).write_text(json.dumps(rows, indent=1))
-            peak = f"{row['peak'] / 1e9:8.2f} GB" if "peak" in row else str(row)[:150]
-            print(f"{name:16}{gear:14}{ranks:3} {peak}", flush=True)
+                rows[name] = {"refused": str(error).replace(f"{ROOT}/", "")}
+            print(name, rows[name], flush=True)
+            FILE.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def ratios() -> dict[str, float]:
+    """Return the closed form's peak divided by the simulated one, for each simulated row of the file."""
+    rows = json.loads(FILE.read_text())
+    found = {}
+    for name, row in rows.items():
+        if "peak_bytes" in row:
+            job = work_of(*name.split())
+            found[name] = predict(Architecture.of(config_of(job)), job).allocated_bytes / row["peak_bytes"]
+    return found
+
+
+def table() -> str:
+    """Return the ratios by recipe and gear, as Markdown."""
+    found = ratios()
+    lines = [f"| recipe | {' | '.join(f'`{gear}` x {ranks}' for gear, ranks in GEARS.items())} |"]
+    lines.append("|---" + "|---:" * len(GEARS) + "|")
+    for recipe in RECIPES:
+        ratio = [found.get(f"{recipe} {gear}") for gear in GEARS]
+        lines.append(f"| {recipe} | {' | '.join('refused' if one is None else f'{one:.3f}' for one in ratio)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Complete the file, and write the table to docs/plan.md."""
+    simulate_all()
+    text = PAGE.read_text()
+    start, end = text.index(FIRST_CELL), text.index("\n\n", text.index(FIRST_CELL))
+    PAGE.write_text(text[:start] + table() + text[end:])
 
 
 if __name__ == "__main__":

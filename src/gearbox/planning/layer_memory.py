@@ -298,12 +298,13 @@ class Layer:
     def backward(self) -> int:
         """Return the bytes that the backward pass of the layer takes in addition.
 
-        They are what is computed again, and gradients inside the MLP: three, or five without our kernels. The hidden
-        states of the head are free by then.
+        They are what is computed again, and gradients. Inside the MLP these are three, or five without our kernels. A
+        narrow MLP has fewer than attention. The hidden states of the head are free by then.
         """
         setup, again = self.setup, 0
         if setup.checkpointing in ("full", "offload"):
             again = self.kept_for_all() - setup.stream * self.shape.width * (setup.checkpointing == "full")
         rebuilt = 0 if setup.checkpointing == "none" else self.cast() + self.gathered_keys()
-        gradients = setup.compute * ((3 if setup.is_lean else 5) * self.inner - self.shape.width)
-        return setup.num_tokens * (again + gradients) + rebuilt
+        in_mlp = setup.num_tokens * setup.compute * ((3 if setup.is_lean else 5) * self.inner - self.shape.width)
+        in_attention = setup.num_tokens * setup.compute * 2 * (self.queries + self.keys) + self.gathered_keys()
+        return setup.num_tokens * again + max(in_mlp, in_attention) + rebuilt

@@ -146,7 +146,7 @@ class Part:
         chunk = min(max(1, setup.num_logits // vocabulary), tokens) * vocabulary
         casts = setup.cast_bytes * self.head_weights if setup.trains_all else 0
         gradient = FP32 * self.head_weights if setup.trains_all else 0
-        buffers = 1 if self.shape.is_tied else 2  # a tied weight was gathered long before, and its collective's buffer freed
+        buffers = 1 if self.shape.is_tied else 2  # the collective of a tied weight ended long before
         return {
             "activations": self.kept() + self.in_autocast(),
             "head": states + chunk * (setup.compute + in_fp32) + gradient + casts,
@@ -180,8 +180,7 @@ class Part:
         gathered = 2 * setup.compute * self.largest.gathered_weights if setup.gathers else 0
         return {
             "activations": self.kept() + self.in_states() + max(layer.backward() for layer in self.layers),
-            "head": self.reduced_bytes * self.head_weights if setup.trains_all else 0,
-            "gathered": gathered,
+            "gathered": gathered + self.tied_bytes,
         }
 
     def in_next_layer(self) -> Moment:
@@ -192,8 +191,16 @@ class Part:
         kept = largest.gathered_weights / largest.num_weights
         activations = added["activations"] - self.setup.in_flight * largest.kept()
         reduced = self.reduced_bytes * largest.trained * kept
-        is_first = len(self.layers) == 2  # then no other one is gathered
-        return {"activations": activations, "gathered": added["gathered"] / (1 + is_first) + reduced}
+        gathered = added["gathered"]
+        if len(self.layers) == 2:  # then no other one is gathered
+            gathered -= self.setup.compute * largest.gathered_weights
+        return {"activations": activations, "gathered": gathered + reduced}
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of a tied embedding and its gradient, which FSDP2 keeps until the end of the backward pass."""
+        is_kept = self.setup.gathers and self.shape.is_tied
+        return (1 + self.setup.trains_all) * self.setup.compute * self.head_weights if is_kept else 0
 
     @property
     def largest(self) -> Layer:
@@ -224,7 +231,10 @@ class Part:
         last, setup, gathered = self.layers[0], self.setup, 0.0
         if setup.num_replicas > 1:
             embedding = self.shape.embedding_weights if setup.trains_all else 0
-            gathered = FP32 * self.trained / setup.shares.gradients + (FP32 + setup.compute) * embedding
+            summed = (
+                FP32 * self.trained / setup.shares.gradients if setup.accumulates else 0
+            )  # else they are the gradients
+            gathered = summed + (FP32 + setup.compute) * embedding
         return {"activations": last.kept() + last.backward(), "gathered": gathered}
 
     def predict(self) -> Prediction:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from huggingface_hub import constants, get_session
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -32,6 +33,7 @@ from gearbox.sharding.unwrap import model_class
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+HUB_SECONDS = 5
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # a run explains those it refuses
 SAMPLE = Chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good day"}])
 
@@ -56,7 +58,9 @@ def read(model: str, data: Data) -> ModelFacts:
     if (Path(model) / ADAPTER).is_file():
         adapter, saved = model, _saved_adapter(Path(model))
         model = checked_name(saved.base_model_name_or_path or "")
-    origin = Pretrained(model, key="MODEL", switch="model.trust_remote_code: true in the recipe")
+    is_offline = not Path(model).is_dir() and not _is_hub_reachable()
+    switch = "model.trust_remote_code: true in the recipe"
+    origin = Pretrained(model, key="MODEL", switch=switch, is_offline=is_offline)
     found = _read_config(origin)
     sizes = _estimated(found.raw, origin) if found.config is None else _counted(found.config, origin)
     facts = ModelFacts(
@@ -78,6 +82,15 @@ def read(model: str, data: Data) -> ModelFacts:
         note = f"The tokenizer has {len(tokenizer):,} tokens, but the model only {rows:,}: the rest cannot be trained."
         facts = replace(facts, note=note)
     return _with_template(facts, tokenizer, data)
+
+
+def _is_hub_reachable() -> bool:
+    """Return True if the Hub answers one request. Without a network, reading from it would retry for minutes."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:  # the client's own types change between its versions
+        return False
+    return not constants.HF_HUB_OFFLINE
 
 
 def _saved_adapter(folder: Path) -> SavedAdapter:

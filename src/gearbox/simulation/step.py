@@ -35,6 +35,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed import fake_pg
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, initialization
 
+from gearbox.checks.model import check_architecture
 from gearbox.config.job import Job
 from gearbox.config.recipe import Model
 from gearbox.distributed import engine as engines
@@ -47,6 +48,7 @@ from gearbox.launch.environment import of_first_rank
 from gearbox.model import adapters, loading, loss, probes
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
+from gearbox.model.router_loss import has_router_loss
 from gearbox.rows.batches import StepBatch
 from gearbox.sharding import fsdp_loading
 from gearbox.sharding.unwrap import text_class, unwrap_optimizer, without_adapter
@@ -163,6 +165,7 @@ def _plan(job: Job, folder: str) -> _Plan:
     """Return what a run would find out. The probes compute real narrow copies of the model on the CPU."""
     recipe, gear = job.recipe, job.gear
     config = Pretrained.of(recipe.model, folder).config()
+    check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     tokenizer = Pretrained(str(loading.TINY)).tokenizer()
     arguments = probes.document_arguments(config, tokenizer)
     by_document = "positions" in arguments and engines.attends_by_document(gear)
