@@ -19,8 +19,10 @@ from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe
 from gearbox.kernels import attention
 from gearbox.launch import supervisor
+from gearbox.planning import cost, gpus
+from gearbox.planning.architecture import Architecture
 from gearbox.reporting import run_comparison
-from support import gpu, gpu_kernels, gpu_parts
+from support import gpu, gpu_kernels, gpu_parts, simulations
 from support.ranks import skip_loading_back, supervise_warm
 
 HARDWARE = {"GPUs": "1 x some GPU"}
@@ -309,3 +311,18 @@ def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting, warm):
         gpu_parts.run_shapes(replace(setting, steps=3), figures, "qlora_1gpu", **small, **heads)
     assert set(figures) == {"GPUs", "tokens/s per GPU", "MFU", "peak GB", "GB in the recipe"}
     assert 0 < float(figures["peak GB"]) < 7 and torch.get_default_device().type == "cpu"
+
+
+def test_the_plan_reads_the_measured_share_of_the_peak(tmp_path, monkeypatch):
+    """A step that takes as long as the plan says at a share has that share."""
+    monkeypatch.setattr(cost, "MEASURED", tmp_path / "mfu.json")
+    job = simulations.job_of("ddp_4gpu_full", "ddp", 4)
+    kind, config = gpus.gpu_named("H100"), simulations.config_of(job)
+    assert cost.measured_mfu(kind) == cost.MFU
+    for recipe, share in (("a", 0.3), ("b", 0.5)):
+        seconds = cost.cost_of_step(Architecture.of(config), job, kind, mfu=share).seconds
+        gpu_parts.record_mfu("NVIDIA H100 80GB HBM3", recipe, config, job, seconds)
+    assert cost.measured_mfu(kind) == pytest.approx(0.4, abs=0.01)
+    assert cost.measured_mfu(gpus.gpu_named("A100")) == cost.MFU
+    gpu_parts.record_mfu("NVIDIA Unheard-of 1", "a", config, job, 1.0)
+    assert [*json.loads(cost.MEASURED.read_text())] == ["H100"]

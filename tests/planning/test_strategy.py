@@ -9,7 +9,7 @@ from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from gearbox.planning import cost, strategy
 from gearbox.planning.architecture import Architecture, read_config
-from gearbox.planning.gpus import GIB, GPUS, gpu_named
+from gearbox.planning.gpus import GIB, GPUS, gpu_named, kind_of
 from gearbox.planning.layer_memory import Setup
 from support.simulations import job_of
 
@@ -105,6 +105,9 @@ def test_experts_that_ranks_divide_are_not_sent():
 
 def test_gpus_are_named_loosely_and_wrong_names_are_explained():
     assert gpu_named("a100-80gb") is gpu_named("A100 80GB") is gpu_named("A100")
+    devices = {"NVIDIA A100-SXM4-80GB": "A100-80GB", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100-PCIe"}
+    assert {device: kind_of(device).name for device in devices} == devices
+    assert kind_of("Unheard-of") is None
     assert gpu_named("24GB").memory == gpu_named("24 GiB").memory == 24 * GIB
     for wrong, hint in (
         ("H1000", "did you mean 'h100'"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gearbox import ROOT, filesystem
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import Gear, gear_path, load_gear
+from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
 from gearbox.launch import outcome
+from gearbox.planning import cost, gpus
+from gearbox.planning.architecture import Architecture
 from gearbox.proving.runs import delete_large, launch
 from gearbox.proving.settings import comparison_overrides, label
 from gearbox.reporting import run_comparison
@@ -259,6 +263,17 @@ def matmul_rate(folder: Path, device: str) -> float:
     return float(subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout)
 
 
+def record_mfu(device_name: str, name: str, config: dict, job: Job, seconds: float) -> None:
+    """Write the share of the GPU's peak that a step of a recipe reached, for the estimates of src/plan.py."""
+    kind = gpus.kind_of(device_name)
+    if kind is None:
+        return
+    at_peak = cost.cost_of_step(Architecture.of(config), job, kind, mfu=1.0).seconds
+    shares = json.loads(cost.MEASURED.read_text()) if cost.MEASURED.is_file() else {}
+    shares.setdefault(kind.name, {})[name] = round(at_peak / seconds, 3)
+    filesystem.atomic_write(cost.MEASURED, json.dumps(shares, indent=1, sort_keys=True) + "\n")
+
+
 def run_shapes(setting: Setting, figures: dict[str, str], name: str, **changes: int) -> None:
     """Train a recipe at its sizes with random weights. Record its speed, and compare its peak with its first lines."""
     path = ROOT / "recipes" / f"{name}.yaml"
@@ -278,6 +293,10 @@ def run_shapes(setting: Setting, figures: dict[str, str], name: str, **changes: 
     run = train(gear, setting.folder / f"shapes-{name}", [str(path), *(f"{k}={v}" for k, v in changed.items())])
     lines = run_comparison.read_steps(run)
     delete_large(run)
+    if setting.num_gpus:
+        job = Job.of(path, load_recipe(path, [f"{key}={value}" for key, value in changed.items()]), gear)
+        seconds = statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(lines[1:]))
+        record_mfu(torch.cuda.get_device_name(), name, json.loads((weights / "config.json").read_text()), job, seconds)
     speed = statistics.median(line["tokens_per_second"] for line in lines[2:]) / gear.num_processes
     peak = max(line["memory_peak_bytes"] for line in lines) / 1e9
     config = json.loads((weights / "config.json").read_text())

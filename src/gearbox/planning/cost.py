@@ -7,6 +7,7 @@ communicates while it computes.
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 
 from gearbox import ROOT
@@ -19,7 +20,7 @@ from gearbox.planning.memory import Part
 MFU = 0.4  # share of the peak: 38 to 43 % for Llama 3 405B on 16,384 H100 (arXiv 2407.21783, table 4)
 NF4_SLOWDOWN = 1.3  # of products with weights that are dequantized first
 MEASURED = ROOT / "benchmarks" / "mfu.json"
-"""The share that `make gpu` measured, by the name of a GPU."""
+"""The shares that `make gpu` measured, by the name of a GPU and the recipe."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Cost:
 
 
 def measured_mfu(gpu: Gpu) -> float:
-    """Return the share of its peak that a GPU reached in our benchmarks, or the assumed one."""
-    measured: dict[str, float] = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
-    return measured.get(gpu.name, MFU)
+    """Return the share of its peak that a GPU reached in our benchmarks, the median of recipes, or the assumed one."""
+    measured: dict[str, dict[str, float]] = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
+    return statistics.median(measured.get(gpu.name, {"": MFU}).values())
 
 
 def cost_of_step(shape: Architecture, job: Job, gpu: Gpu, num_machines: int = 1, mfu: float = MFU) -> Cost:

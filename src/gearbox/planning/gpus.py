@@ -55,6 +55,13 @@ NETWORK = 25.0  # 10^9 bytes a second to other machines for each GPU: a 200 Gbit
 HOST_LINK = 25.0  # 10^9 bytes a second between a GPU and host memory: PCIe 4.0 x16, less its overhead
 
 
+def kind_of(device_name: str) -> Gpu | None:
+    """Return the GPU whose name is in a device's, such as "NVIDIA A100-SXM4-80GB". The longest name counts."""
+    words = re.split(r"[\s-]+", device_name.lower())
+    found = [gpu for gpu in GPUS if {*gpu.name.lower().split("-")} <= {*words}]
+    return max(found, key=lambda gpu: len(gpu.name), default=None)
+
+
 def gpu_named(text: str) -> Gpu:
     """Return the GPU that a name or a size such as 24GB means. Raise UserError for anything else."""
     wanted = re.sub(r"[\s_]+", "-", text.strip()).lower()
