@@ -13,6 +13,7 @@ import yaml
 from gearbox import ROOT
 from gearbox.distributed import engine
 from gearbox.kernels import blocks
+from gearbox.kernels import head as heads
 from gearbox.training import loop
 
 FULL = ("optim.lr=5e-3", "optim.eps=1e-3", "optim.max_grad_norm=0.5", "train.steps=1", "schedule.warmup=0")
@@ -170,3 +171,18 @@ def test_without_our_kernels_the_model_is_the_same(train, gear, method):
         train(gear, *given, "perf.kernels=none", "model.attention=sdpa", ranks=1 if gear == "single" else 2)
     )
     assert_close(ours, plain, 1e-5)
+
+
+@pytest.mark.parametrize(("gear", "ranks"), [("single", None), ("ddp", 2), ("fsdp", 2), ("zero3", 2)])
+def test_the_head_computes_its_gradient_with_the_logits(train, tmp_path, monkeypatch, gear, ranks):
+    """Every engine calls the fused head in each micro-batch. FSDP2 replaces the class of a layer."""
+    usual, marks = heads.cross_entropy_sum, tmp_path / "marks"
+
+    def counted(*arguments):
+        with marks.open("a") as file:
+            file.write("x")
+        return usual(*arguments)
+
+    monkeypatch.setattr(heads, "cross_entropy_sum", counted)
+    results(train(gear, *FULL, ranks=ranks))
+    assert len(marks.read_text()) >= 6
