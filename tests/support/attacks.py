@@ -41,7 +41,7 @@ from support.battery import machine
 from support.checkpoints import DAMAGES, swap
 from support.documents import make_chats
 
-HANG_SECONDS = 10
+HANG_SECONDS = 30  # of a run that takes 4
 MAX_BYTES = 4 * 2**30
 FACTS = ("as usual", "refused", "traceback", "hang", "wrong resume", "prompt or foreign code")
 SETTINGS = {

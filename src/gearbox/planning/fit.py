@@ -10,6 +10,8 @@ from gearbox.errors import UserError
 from gearbox.planning.architecture import Architecture, Config
 from gearbox.planning.memory import Prediction, predict
 
+FIRST_STEP = 56 * 2**20  # code and buffers of libraries that a process on a CPU touches in its first step: 50 to 60 MiB
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -20,16 +22,16 @@ class Fit:
     available: int
     """Bytes of the device that the run can take."""
     before: int = 0
-    """Bytes that the process holds already, which count as its memory on a CPU."""
+    """Bytes that the process holds apart from the model, which count as its memory on a CPU."""
 
     @classmethod
     def of(cls, config: Config, job: Job, available: int, before: int | None = None) -> Fit:
-        """Predict the memory of a model with this config.json. `before` is given on a CPU only."""
+        """Predict the memory of a model with this config.json. `before` is what a process on a CPU holds now."""
         try:
             prediction = predict(Architecture.of(config), job, on_cpu=before is not None)
         except UserError:
             prediction = None
-        return cls(prediction, available, before or 0)
+        return cls(prediction, available, 0 if before is None else before + FIRST_STEP)
 
     @property
     def predicted_bytes(self) -> int | None:
