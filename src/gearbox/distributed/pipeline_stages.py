@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.planning.memory import balance
 from gearbox.sharding.unwrap import decoder_of, text_class
 
 if TYPE_CHECKING:
@@ -121,28 +121,6 @@ def layers_of_stage(model: PreTrainedModel, stage: Stage) -> tuple[int, int]:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def balance(layers: list[int], count: int, before: int, after: int) -> list[int]:
-    """Return where each stage begins, and the end, [count + 1], so that the largest stage is as small as possible.
-
-    `layers` are the layers' sizes; `before` and `after` are added to the first and the last stage. Of equally good
-    splits, the earlier stages get more layers, because the last one also computes the logits.
-    """
-
-    @functools.cache
-    def best(first: int, left: int) -> tuple[int, list[int]]:
-        """Return the size of the largest of the last `left` stages, from layer `first`, and their bounds."""
-        own = before if first == 0 else 0
-        if left == 1:
-            return own + sum(layers[first:]) + after, [first, len(layers)]
-        found = []
-        for end in range(len(layers) - left + 1, first, -1):
-            largest, bounds = best(end, left - 1)
-            found.append((max(own + sum(layers[first:end]), largest), [first, *bounds]))
-        return min(found, key=lambda each: each[0])
-
-    return best(0, count)[1]
 
 
 @torch.no_grad()

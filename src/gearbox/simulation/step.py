@@ -121,7 +121,6 @@ def _pretend(gpu: FakeGPU) -> None:
     attention.is_on_cpu = lambda tensor: tensor.device != GPU
     for module in (lora, pointwise, loss):
         vars(module)["type"] = _plain_type  # their fast paths are for plain tensors
-    loop.CPU_PASS_TOKENS = None
     adapters._init_adapter = lambda *_: None
     usual = torch.UntypedStorage.resize_
 

@@ -9,20 +9,20 @@ import torch
 
 from gearbox import processes
 from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.distributed import process_group
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.errors import UserError
 from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import imbalance, pop_loads, pop_router_loss, router_weight
+from gearbox.planning.layer_memory import pass_tokens
 from gearbox.rows import batches
 from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
 from gearbox.training import evaluation
 from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead
-
-CPU_PASS_TOKENS = 256  # more tokens at one time are computed 2 % faster, and need twice the memory
 
 
 def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
@@ -95,9 +95,7 @@ def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
     Other engines send weights or gradients in each pass, and a router balances the tokens of a whole row.
     """
     recipe, is_plain = engine.job.recipe, engine.job.gear.engine in ("single", "ddp")
-    adds_little = recipe.adapter.method != "none"  # a pass adds its gradients of all trained weights
-    by_default = engine.device.type == "cpu" and adds_little and not recipe.perf.compile
-    limit = recipe.perf.pass_tokens or (CPU_PASS_TOKENS if by_default else None)
+    limit = pass_tokens(recipe, process_group.runs_on_cpu())
     if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
         return [micro_batch]
     return batches.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
