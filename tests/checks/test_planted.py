@@ -1,6 +1,7 @@
 """Plant disagreements in copies of the shipped files. Each is found, in the right file and line, and nothing else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -257,3 +258,11 @@ def test_the_files_agree_before(tmp_path):
         lay_out(folder, gear)
         assert agreement.examine(folder / R, [], read_gear(folder / G, {})).findings == []
     assert len(PLANTED) >= 75
+
+
+def test_data_without_an_end_is_named_and_not_read(tmp_path):
+    pipe = tmp_path / "chats.jsonl"
+    os.mkfifo(pipe)
+    gear = read_gear(ROOT / "accelerate_configs/single.yaml", {})
+    examined = agreement.examine(ROOT / "recipes/tiny.yaml", [f"data.path={pipe}"], gear)
+    assert any("is not a regular file" in finding.text for finding in examined.problems)

@@ -41,6 +41,8 @@ class FirstRecords:
         found = [] if is_url(path) else matches(path)
         if path != BUILTIN_TASKS and not found:  # on the Hub, or missing, which the recipe's reader reports
             return []
+        if not all(one.is_file() or one.is_dir() for one in found):  # it also reports pipes and devices, without an end
+            return []
         if any((one / name).exists() for one in found for name in LEFT_TO_THE_RUN):
             return []
         try:
