@@ -41,7 +41,7 @@ from support.battery import machine
 from support.checkpoints import DAMAGES, swap
 from support.documents import make_chats
 
-HANG_SECONDS = 30  # of a run that takes 4
+HANG_SECONDS = 30  # a run takes up to 9 on an idle core, and 11 beside other work
 MAX_BYTES = 4 * 2**30
 FACTS = ("as usual", "refused", "traceback", "hang", "wrong resume", "prompt or foreign code")
 SETTINGS = {

@@ -293,13 +293,13 @@ def run_shapes(setting: Setting, figures: dict[str, str], name: str, **changes: 
     run = train(gear, setting.folder / f"shapes-{name}", [str(path), *(f"{k}={v}" for k, v in changed.items())])
     lines = run_comparison.read_steps(run)
     delete_large(run)
+    config = json.loads((weights / "config.json").read_text())
     if setting.num_gpus:
         job = Job.of(path, load_recipe(path, [f"{key}={value}" for key, value in changed.items()]), gear)
         seconds = statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(lines[1:]))
-        record_mfu(torch.cuda.get_device_name(), name, json.loads((weights / "config.json").read_text()), job, seconds)
+        record_mfu(torch.cuda.get_device_name(), name, config, job, seconds)
     speed = statistics.median(line["tokens_per_second"] for line in lines[2:]) / gear.num_processes
     peak = max(line["memory_peak_bytes"] for line in lines) / 1e9
-    config = json.loads((weights / "config.json").read_text())
     figures |= {
         "GPUs": str(gear.num_processes), "tokens/s per GPU": f"{speed:,.0f}",
         "MFU": f"{utilization(recipe, config, speed, rate):.1%} of {rate / 1e12:.3g} TFLOP/s measured",
