@@ -167,13 +167,13 @@ def check(path: Path, choice: Choice, screen: Screen) -> None:
     from gearbox.model import loading
     from gearbox.model.pretrained import Pretrained
 
-    recipe = load_recipe(path)
     file = gear_path(choice.gear)
     flags = {} if choice.gear == "single" else {"num_processes": str(choice.gpus.total)}
-    for hint in agreement.job_of(path, [], (load_gear(file, flags), [])).hints:
+    job = agreement.job_of(path, [], (load_gear(file, flags), []))
+    for hint in job.hints:
         screen.print(f"hint: {hint}")
-    origin = Pretrained.of(recipe.model)
-    if origin.folder is not None and recipe.model.init == "pretrained":
+    origin = Pretrained.of(job.recipe.model)
+    if origin.folder is not None and job.recipe.model.init == "pretrained":
         loading.check_weights(origin, origin.config())
 
 

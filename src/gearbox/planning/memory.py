@@ -231,9 +231,8 @@ class Part:
         last, setup, gathered = self.layers[0], self.setup, 0.0
         if setup.num_replicas > 1:
             embedding = self.shape.embedding_weights if setup.trains_all else 0
-            summed = (
-                FP32 * self.trained / setup.shares.gradients if setup.accumulates else 0
-            )  # else they are the gradients
+            # Without accumulation these sums are the gradients.
+            summed = FP32 * self.trained / setup.shares.gradients if setup.accumulates else 0
             gathered = summed + (FP32 + setup.compute) * embedding
         return {"activations": last.kept() + last.backward(), "gathered": gathered}
 

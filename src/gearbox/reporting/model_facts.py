@@ -86,11 +86,13 @@ def read(model: str, data: Data) -> ModelFacts:
 
 def _is_hub_reachable() -> bool:
     """Return True if the Hub answers one request. Without a network, reading from it would retry for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return False
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
     except Exception:  # the client's own types change between its versions
         return False
-    return not constants.HF_HUB_OFFLINE
+    return True
 
 
 def _saved_adapter(folder: Path) -> SavedAdapter:
