@@ -56,7 +56,7 @@ zoo: $(STAMP)  ## rehearse every model family under several gears, and write doc
 	$(BIN)/python tests/support/zoo.py
 
 prove: $(STAMP)  ## run RECIPE=recipes/mine.yaml under every gear, and write a page and a badge (3 min)
-	$(BIN)/python src/prove.py $(RECIPE)
+	$(BIN)/python src/prove.py '$(subst ','\'',$(RECIPE))'
 
 simulate: $(STAMP)  ## simulate every recipe under every gear that can be, and compare with the closed form (40 min; resumes)
 	PYTHONPATH=src:tests $(BIN)/python tests/support/simulations.py

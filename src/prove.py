@@ -18,9 +18,11 @@ Example:
 
 from __future__ import annotations
 
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+from gearbox import filesystem
 from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
@@ -39,6 +41,8 @@ def main(arguments: list[str]) -> int:
     folder = Path(recipe.run.dir) / f"proof-{recipe_path.stem}"
     page_path = Path(options.page) if options.page else folder / "proof.md"
     check_page(page_path)
+    if "run.rehearse" in recipe.given and not recipe.run.rehearse:
+        raise UserError("run.rehearse: a proof is always a rehearsal; remove it")
     settings.prepare_imports()
 
     with cli.importing("torch"):
@@ -66,12 +70,18 @@ def main(arguments: list[str]) -> int:
 
 
 def check_page(path: Path) -> None:
-    """Raise UserError if the page or its badge would replace another file."""
+    """Raise UserError if the page cannot be written, or if it or its badge would replace another file."""
     if path.suffix != ".md":
         raise UserError(f"--page: {path}: give a file that ends in .md")
     for place, begin in ((path, "# Proof of "), (path.with_suffix(".svg"), "<svg ")):
         if place.exists() and not (place.is_file() and place.read_bytes().startswith(begin.encode())):
             raise UserError(f"--page: {place} exists, and it was not written by this command; give another name")
+    try:
+        filesystem.make_folder(path.parent)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"--page: {path} cannot be written: {error.strerror}; give another place") from None
 
 
 def read_arguments(arguments: list[str]) -> Namespace:

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 import prove as script
+from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
-from gearbox.proving import exports, page, settings
+from gearbox.proving import description, exports, page, prover, settings
 from gearbox.proving.record import Compared, Facts, GearResult, Proof, read_proof
 
 
@@ -51,18 +52,60 @@ def test_text_from_files_cannot_change_the_page_or_the_badge():
 
 
 def test_the_smallest_difference_is_not_bit_for_bit():
-    none, some = (Compared(origin="x", largest={"loss": 0.0, "weights": number}) for number in (0.0, 1e-12))
-    assert (page.largest(none), page.largest(some), page.largest(None)) == ("bit for bit", "1e-12", "-")
+    none, some = (
+        Compared(origin="x", largest={"loss": 0.0, "weights": number}, is_exact=not number) for number in (0.0, 1e-12)
+    )
+    unseen = Compared(origin="x", largest={"loss": 0.0, "weights": 0.0})
+    assert [page.largest(one) for one in (none, some, unseen, None)] == ["bit for bit", "1e-12", "0", "-"]
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "README.md", "folder.md", "logo.md"])
+def test_links_work_with_any_name_and_from_any_folder(monkeypatch, tmp_path):
+    proof = proof_of(result("single")).model_copy(update={"recipe": "my `(best)` recipe.yaml"})
+    monkeypatch.chdir(ROOT / "docs")
+    picture, written = page.paste(proof, script.Path("mine/my (best) [1].md"), script.Path("mine/my (best) [1].svg"))
+    assert picture == "![proved: 1 gear](docs/mine/my%20%28best%29%20%5B1%5D.svg)"
+    assert written == "[`my '(best)' recipe` under every gear](docs/mine/my%20%28best%29%20%5B1%5D.md)"
+
+
+def test_the_page_shows_no_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert description.short(f"{tmp_path}/mine.yaml: {ROOT}/recipes/tiny") == "~/mine.yaml: recipes/tiny"
+
+
+def test_tables_share_the_numbers_of_reasons():
+    reasons = ["b"]
+    first = result("tp", outcome="refused", problems=["a", "b", "a"])
+    assert page.marks(first, reasons) == " [2] [1] [2]"
+    assert page.notes(reasons) == ["", "1. `b`", "2. `a`"] and page.notes([]) == []
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "README.md", "folder.md", "logo.md", "logo.svg/new.md"])
 def test_no_other_file_is_replaced(tmp_path, name):
     (tmp_path / "README.md").write_text("# Mine\n")
     (tmp_path / "folder.md").mkdir()
     (tmp_path / "logo.svg").write_text("my logo")
     with pytest.raises(UserError, match=r"^--page: "):
         script.main(["recipes/tiny.yaml", "--gears", "single,ddp", "--page", str(tmp_path / name)])
-    script.check_page(tmp_path / "new.md")
+    script.check_page(tmp_path / "new" / "new.md")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_proof_is_a_rehearsal():
+    with pytest.raises(UserError, match=r"^run\.rehearse: a proof is always a rehearsal; remove it$"):
+        script.main(["recipes/tiny.yaml", "--gears", "single,ddp", "run.rehearse=false"])
+
+
+def test_changed_files_of_a_recipe_start_a_proof_over(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    recipe = load_recipe(script.Path("recipes/tiny.yaml"), [f"data.path={tmp_path}", f"model.name={tmp_path}/model"])
+    keys, files = [], ["chats.jsonl", "model/config.json", "model/chat_template.jinja"]
+    for content in ("{}", "{ }"):
+        for name in files:
+            (tmp_path / name).write_text(content)
+            request = prover.Request(script.Path("recipes/tiny.yaml"), recipe, [], [], [], tmp_path)
+            keys.append(request.key())
+    assert len({*keys}) == len(keys)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"key": 1}', b"\xff", b"[]"])

@@ -37,7 +37,7 @@ def made() -> str:
 def describe(user_recipe: Recipe) -> Facts:
     """Return the facts of a rehearsal of the recipe. Raise UserError if its model or data cannot be read."""
     recipe = rehearsed(user_recipe)
-    model = recipe.model
+    model, name = recipe.model, short(recipe.model.name)
     config = loading.load_config(model, rehearse=True)
     tokenizer = loading.load_tokenizer(model, recipe.data.chat_template, rehearse=True)
     is_own = Path(tokenizer.name_or_path) != loading.TINY or Path(model.name).resolve() == loading.TINY
@@ -47,13 +47,13 @@ def describe(user_recipe: Recipe) -> Facts:
     return Facts(
         family=config.model_type,
         architecture=", ".join(config.architectures or []) or type(config).__name__,
-        model=model.name,
+        model=name,
         config=_config_source(recipe),
-        tokenizer=f"of {model.name}" if is_own else "of recipes/tiny (bytes), because the model's is not here",
+        tokenizer=f"of {name}" if is_own else "of recipes/tiny (bytes), because the model's is not here",
         template=_template(recipe, is_own),
         data=_data(user_recipe, recipe),
         shown=preview.marked(runs, False, SHOWN_CHARACTERS).plain,
-        place=_inside(place),
+        place=short(place),
         tokens=tokens[:COMPARED_TOKENS].tolist(),
     )
 
@@ -62,24 +62,25 @@ def _config_source(recipe: Recipe) -> str:
     """Return where the config was read."""
     origin = Pretrained.of(recipe.model, is_offline=True)
     if origin.folder is not None:
-        return f"config.json in {_inside(str(origin.folder))}"
+        return f"config.json in {short(str(origin.folder))}"
     shipped = loading.ARCHITECTURES / f"{recipe.model.name.replace('/', '--')}.json"
-    return _inside(str(shipped)) if shipped.is_file() else "config.json in the cache of the Hub"
+    return short(str(shipped)) if shipped.is_file() else "config.json in the cache of the Hub"
 
 
 def _template(recipe: Recipe, is_own: bool) -> str:
     if recipe.data.chat_template is not None:
-        return _inside(recipe.data.chat_template)
-    return f"of {recipe.model.name}" if is_own else "of recipes/tiny"
+        return short(recipe.data.chat_template)
+    return f"of {short(recipe.model.name)}" if is_own else "of recipes/tiny"
 
 
 def _data(user_recipe: Recipe, recipe: Recipe) -> str:
-    names = ", ".join(_inside(source.path) for source in recipe.data.sources)
+    names = ", ".join(short(source.path) for source in recipe.data.sources)
     if all(is_local(source.path) for source in user_recipe.data.sources):
         return names
     return f"{BUILTIN_TASKS}, because {', '.join(source.path for source in user_recipe.data.sources)} is on the Hub"
 
 
-def _inside(path: str) -> str:
-    """Return a path relative to this repository, if it is inside."""
-    return path.removeprefix(f"{ROOT}/")
+def short(text: str) -> str:
+    """Return the text with paths relative to this repository, and without the home folder."""
+    home = os.path.expanduser("~")  # noqa: PTH111  Path.home() raises without a home
+    return text.replace(f"{ROOT}/", "").replace(f"{home}/", "~/")

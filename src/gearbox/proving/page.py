@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
-from gearbox import filesystem
+from gearbox import ROOT, filesystem
+from gearbox.errors import UserError
 from gearbox.proving.record import Compared, GearResult, Proof
 from gearbox.redact import redact
 
 PASSED, FAILED, PLAIN = "#2e7d32", "#c62828", "#555"
-HEIGHT, LETTER, MARGIN = 20, 6.6, 7  # pixels; LETTER is the mean width at 11 px, and textLength makes it exact
+HEIGHT, MARGIN = 20, 7  # pixels
+WIDE, NARROW = 6.7, 4.5  # mean widths of letters in Verdana at 11 px; textLength makes the sum exact
 COLUMNS = ("gear", "ranks", "result", "loss", "gradient norm", "resumed", "resumed from", "exported", "reloaded")
 LEGEND = """- **loss**, **gradient norm**: the largest difference from the first gear in any step, divided by its value.
-- **resumed**: stopped after half of the steps and resumed under the same gear, compared with the uninterrupted run.
-- **resumed from**: resumed from a checkpoint of that gear, compared with the first gear. Both columns show the largest
-  difference of loss, gradient norm, weights and optimizer moments, each relative (`docs/parity.md` defines them).
+- **resumed**: resumed under the same gear after half of the steps, and compared with the uninterrupted run. Bit for bit
+  means that no bit of loss, gradient norm, weights and optimizer state differs in any later step or checkpoint.
+- **resumed from**: resumed from a checkpoint of that gear, compared with the first gear. A figure in these two columns
+  is the largest difference of loss, gradient norm, weights and first moments, each relative (`docs/parity.md` defines
+  them).
 - **exported**: the tensors of the saved model that equal those of the first gear in every byte. A figure after them is
   the largest difference of a weight in the others.
 - **reloaded**: a fresh process loaded the saved model; the largest difference of its logits from those of the first
@@ -31,9 +36,12 @@ def headline(proof: Proof) -> str:
 def write(proof: Proof, page: Path) -> Path:
     """Write the page, and the badge next to it. Return the badge's path."""
     picture = page.with_suffix(".svg")
-    filesystem.make_folder(page.parent)
-    filesystem.atomic_write(picture, badge("Gearbox", headline(proof), not proof.of("failed")))
-    filesystem.atomic_write(page, redact(markdown(proof, page, picture)))
+    try:
+        filesystem.make_folder(page.parent)
+        filesystem.atomic_write(picture, badge("Gearbox", headline(proof), not proof.of("failed")))
+        filesystem.atomic_write(page, redact(markdown(proof, page, picture)))
+    except OSError as error:
+        raise UserError(f"--page: {page} cannot be written: {error.strerror}; give another place") from None
     return picture
 
 
@@ -42,13 +50,15 @@ def markdown(proof: Proof, page: Path, picture: Path) -> str:
     facts = proof.facts
     assert facts is not None
     fence = "`" * max(3, 1 + _longest_ticks(facts.shown))
-    name = Path(proof.recipe).stem
+    name, reasons = Path(proof.recipe).stem, list[str]()
     return "\n".join(
         [
-            f"# Proof of {name}\n",
-            f"![{headline(proof)}]({picture.name})\n",
-            f"`{proof.recipe}` ran {proof.steps} steps under {len(proof.of('ran'))} gears. Made on {proof.made}.\n",
-            *table(proof),
+            f"# Proof of {plain(name)}\n",
+            f"![{headline(proof)}]({quote(picture.name)})\n",
+            f"{quoted(proof.recipe)} ran {proof.steps} steps under {len(proof.of('ran'))} gears.",
+            f"Made on {proof.made}.\n",
+            *table(proof, reasons),
+            *notes(reasons),
             f"\n{LEGEND}\n",
             "## What was real\n",
             *(f"- {line}" for line in real(proof)),
@@ -56,7 +66,7 @@ def markdown(proof: Proof, page: Path, picture: Path) -> str:
             f"The first training document, {facts.place}. Tokens between « and » are trained.\n",
             f"{fence}text\n{facts.shown}\n{fence}\n",
             "## Show it\n",
-            "Two lines for a README:\n",
+            "Two lines for the README of this repository. Git must track both files: copy them, or give `--page`.\n",
             "```text",
             *paste(proof, page, picture),
             "```\n",
@@ -64,20 +74,25 @@ def markdown(proof: Proof, page: Path, picture: Path) -> str:
     )
 
 
-def table(proof: Proof) -> list[str]:
-    """Return the table of gears, with a footnote for each reason."""
+def table(proof: Proof, reasons: list[str]) -> list[str]:
+    """Return the table of gears, with the number of each problem in `reasons`, and add new ones."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    reasons: list[str] = []
     for one in proof.gears:
-        marks = []
-        for reason in one.problems:
-            if reason not in reasons:
-                reasons.append(reason)
-            marks.append(f" [{reasons.index(reason) + 1}]")
         word = f"**{one.outcome}**" if one.outcome == "failed" else one.outcome
-        cells = [f"`{one.gear}`", str(one.num_ranks), word + "".join(marks), *_figures(one, proof)]
+        cells = [f"`{one.gear}`", str(one.num_ranks), word + marks(one, reasons), *_figures(one, proof)]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, *[""][: len(reasons)], *(f"{i}. {quoted(why)}" for i, why in enumerate(reasons, start=1))]
+    return lines
+
+
+def marks(result: GearResult, reasons: list[str]) -> str:
+    """Return the number of each problem in `reasons`, such as " [1] [3]", and add new ones."""
+    reasons += [problem for problem in dict.fromkeys(result.problems) if problem not in reasons]
+    return "".join(f" [{reasons.index(problem) + 1}]" for problem in result.problems)
+
+
+def notes(reasons: list[str]) -> list[str]:
+    """Return the numbered list of reasons, after an empty line."""
+    return [*[""][: len(reasons)], *(f"{i}. {quoted(why)}" for i, why in enumerate(reasons, start=1))]
 
 
 def _figures(one: GearResult, proof: Proof) -> list[str]:
@@ -127,14 +142,20 @@ def real(proof: Proof) -> list[str]:
 def paste(proof: Proof, page: Path, picture: Path) -> list[str]:
     """Return the two lines of Markdown for a README."""
     return [
-        f"![{headline(proof)}]({picture.as_posix()})",
-        f"[`{Path(proof.recipe).stem}` under every gear]({page.as_posix()})",
+        f"![{headline(proof)}]({_link(picture)})",
+        f"[{quoted(Path(proof.recipe).stem)} under every gear]({_link(page)})",
     ]
+
+
+def _link(path: Path) -> str:
+    """Return the address of a file in Markdown, relative to this repository if it is inside."""
+    resolved = path.resolve()
+    return quote((resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path).as_posix())
 
 
 def badge(name: str, text: str, has_passed: bool) -> str:
     """Return an SVG with a name and a text, green if it has passed and red if not."""
-    widths = [round(len(part) * LETTER) + 2 * MARGIN for part in (name, text)]
+    widths = [round(sum(NARROW if c in " .:filr" else WIDE for c in part)) + 2 * MARGIN for part in (name, text)]
     total = sum(widths)
     labels = []
     for part, start, width in ((name, 0, widths[0]), (text, widths[0], widths[1])):

@@ -11,7 +11,6 @@ Reload   A fresh process loads all exported models, and compares their logits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,12 +22,14 @@ from rich.console import Console
 from gearbox import ROOT, filesystem, processes
 from gearbox.checkpoint.manifest import CorruptCheckpoint
 from gearbox.config.gear import Gear
+from gearbox.config.loader import matches
 from gearbox.config.recipe import Recipe
 from gearbox.distributed import engine, forked_ranks
 from gearbox.errors import UserError
 from gearbox.launch.environment import CALLER_RELOADS
 from gearbox.model import loading
 from gearbox.proving import description, exports
+from gearbox.proving.description import short
 from gearbox.proving.record import Compared, Facts, GearResult, Proof, all_finite, read_proof
 from gearbox.proving.runs import Ended, delete_large, ended, launch
 from gearbox.proving.settings import STEPS, Change, label
@@ -61,15 +62,24 @@ class Request:
     """False only trains and exports, without resuming."""
 
     def key(self) -> str:
-        """Return an identifier of the recipe, the gears and the code."""
+        """Return an identifier of the recipe, its local files, the gears and the code."""
         digest = xxhash.xxh3_128()
         for part in (self.recipe.model_dump_json(), self.arguments, [label(gear) for gear in self.gears], self.resumes):
             digest.update(f"{part}\n".encode())
         files = [path for top in ("src", "accelerate_configs", "ds_configs") for path in (ROOT / top).rglob("*")]
-        used = [*(gear.path for gear in self.gears), *files]
-        for path in sorted({path for path in used if path.suffix in (".py", ".yaml", ".json") and path.is_file()}):
+        used = [path for path in files if path.suffix in (".py", ".yaml", ".json")]
+        used += [*(gear.path for gear in self.gears), *self._local_files()]
+        for path in sorted({path for path in used if path.is_file()}):
             digest.update(f"{path.name} {filesystem.digest_of(path)}\n".encode())
         return digest.hexdigest()
+
+    def _local_files(self) -> Iterator[Path]:
+        """Yield the files of data and tokenizer that are not on the Hub, and the folders above them."""
+        data, model = self.recipe.data, Path(self.recipe.model.name)
+        for place in (place for source in data.sources for place in matches(source.path)):
+            yield from (place, *place.rglob("*"))
+        yield from (*model.glob("*.json"), *model.glob("*.jinja"))
+        yield from map(Path, [data.chat_template] if data.chat_template else [])
 
 
 class Prover:
@@ -81,7 +91,7 @@ class Prover:
         self.folder, self.path = request.folder, request.folder / RECORD
         key, recipe = request.key(), request.recipe
         found = read_proof(self.path)
-        self.proof = Proof(key=key, recipe=str(request.recipe_path), method=recipe.method, steps=STEPS)
+        self.proof = Proof(key=key, recipe=short(str(request.recipe_path)), method=recipe.method, steps=STEPS)
         self.proof.changes = [(one.key, one.value, one.why) for one in request.changes]
         if found is not None and found.key == key and not found.is_complete:
             self.proof = found
@@ -140,9 +150,9 @@ class Prover:
         end = self._train(gear, name)
         run, reference = self.folder / name, self.proof.reference
         if end.is_refusal and not run_comparison.read_steps(run):
-            result.outcome, result.problems = "refused", [_short(end.problem)]
+            result.outcome, result.problems = "refused", [short(end.problem)]
             return result
-        result.fail(_short(end.problem))
+        result.fail(short(end.problem))
         if end.problem:
             return result
         result.losses = [line["loss"] for line in run_comparison.read_steps(run)]
@@ -189,7 +199,7 @@ class Prover:
         end = self._train(gear, name, f"run.resume={checkpoint}")
         compared = None
         if end.problem:
-            result.fail(f"it cannot resume from {origin.name}: {_short(end.problem)}")
+            result.fail(f"it cannot resume from {origin.name}: {short(end.problem)}")
         else:
             compared = self._compare(result, reference, self.folder / name, SAVED_STEP)
         filesystem.remove(self.folder / name)
@@ -200,11 +210,13 @@ class Prover:
         one = run_comparison.Compared(run.name, run, after=after)
         one.compare_with(run_comparison.Compared(reference.name, reference))
         if text := one.explanation(self.tolerances):
-            result.fail(f"{'resumed, ' if after else ''}{_short(text)}")
+            result.fail(f"{'resumed, ' if after else ''}{short(text)}")
         if one.problem:
             return None
         return Compared(
-            origin=reference.name, largest={name: one.largest(name)[0] for name in run_comparison.QUANTITIES}
+            origin=reference.name,
+            largest={name: one.largest(name)[0] for name in run_comparison.QUANTITIES},
+            is_exact=one.is_exact,
         )
 
     @contextmanager
@@ -213,7 +225,7 @@ class Prover:
         try:
             yield
         except (UserError, CorruptCheckpoint, OSError, ValueError) as error:
-            result.fail(_short(str(error)))
+            result.fail(short(str(error)))
 
     def _move_to_reference(self, reference: GearResult) -> None:
         """Resume under the first gear from a checkpoint of the last one."""
@@ -232,7 +244,7 @@ class Prover:
         found = exports.reload([*map(Path, ran)], self.proof.facts.tokens, trusts)
         for folder, difference in found.items():
             if isinstance(difference, str):
-                ran[folder].fail(f"its export cannot be used: {_short(difference)}")
+                ran[folder].fail(f"its export cannot be used: {short(difference)}")
                 continue
             ran[folder].logits = difference
             if difference > LOGITS_FACTOR * self.tolerances["weights"]:
@@ -263,9 +275,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _short(text: str) -> str:
-    """Return the text with paths relative to this repository, and without the home folder."""
-    home = os.path.expanduser("~")  # noqa: PTH111  Path.home() raises without a home
-    return text.replace(f"{ROOT}/", "").replace(f"{home}/", "~/")

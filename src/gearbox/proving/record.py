@@ -24,11 +24,8 @@ class Compared(_Record):
     origin: str
     """The other run: its gear's label."""
     largest: dict[str, float]
-
-    @property
-    def is_exact(self) -> bool:
-        """True if no bit differs."""
-        return not any(self.largest.values())
+    is_exact: bool = False
+    """True if no bit of them differs, nor of any other tensor of the optimizer."""
 
 
 class Exported(_Record):

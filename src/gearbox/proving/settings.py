@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def comparison_overrides(recipe: Recipe, overrides: list[str], num_steps: int, w
     }
     for key in [override.partition("=")[0] for override in overrides]:
         if key in values or getattr(OLD_KEYS.get(key), "new", None) in values or key.startswith(("eval.", "save.")):
-            raise UserError(f"{key}: the comparison sets this key; remove it (--steps N sets the length)")
+            raise UserError(f"{key}: the comparison sets this key; remove it")
     return [f"{key}={value}" for key, value in values.items()]
 
 
@@ -116,6 +117,7 @@ def _value(recipe: Recipe, key: str) -> object:
 
 def prepare_imports() -> None:
     """Set what libraries read while they are imported by a process that forks: no GPU, and no threads of tokenizers."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel that is not needed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not processes.num_visible_gpus():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would choose it too, with a warning

@@ -57,6 +57,8 @@ class Difference:
     """Difference in each quantity. Weights and moments are present only if both runs have a checkpoint."""
     worst: dict[str, str]
     """The parameter that contributes most to the difference of `weights` and of `moments`."""
+    is_exact: bool
+    """Whether loss, gradient norm, weights and all of the optimizer's tensors have the same bits."""
 
     def over(self, tolerances: dict[str, float]) -> list[str]:
         """Return the quantities whose difference exceeds their tolerance."""
@@ -85,6 +87,11 @@ class Compared:
     def first_excess(self, tolerances: dict[str, float]) -> Difference | None:
         """Return the first step that exceeds a tolerance or trains different rows, or None."""
         return next((step for step in self.differences if step.over(tolerances) or not step.same_rows), None)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no bit differs in any step."""
+        return not self.problem and all(step.is_exact for step in self.differences)
 
     def verdict(self, tolerances: dict[str, float]) -> str:
         """Return `reference`, `equal`, `failed`, or `diverges @N` for step N."""
@@ -126,13 +133,16 @@ def compare(reference: Path, other: Path, after: int = 0) -> list[Difference]:
             "loss": _relative(line["loss"], expected["loss"]),
             "gradient norm": _relative(line["grad_norm"], expected["grad_norm"]),
         }
+        is_exact = all(line[key] is not None and line[key] == expected[key] for key in ("loss", "grad_norm"))
         worst: dict[str, str] = {}
         checkpoint = f"checkpoints/step-{step}"
         if (reference / checkpoint).exists():
-            tensors = _compare_tensors(_open(reference / checkpoint), _open(other / checkpoint), sum_of_rates)
+            theirs, ours = _open(reference / checkpoint), _open(other / checkpoint)
+            tensors = _compare_tensors(theirs, ours, sum_of_rates)
+            is_exact = is_exact and _have_same_bits(theirs, ours)
             values |= {quantity: difference.value for quantity, difference in tensors.items()}
             worst = {quantity: difference.worst for quantity, difference in tensors.items()}
-        differences.append(Difference(step, line["rows_hash"] == expected["rows_hash"], values, worst))
+        differences.append(Difference(step, line["rows_hash"] == expected["rows_hash"], values, worst, is_exact))
     return differences
 
 
@@ -243,6 +253,22 @@ def _compare_tensors(
         "weights": _TensorDifference(distance, max(weights, key=weights.__getitem__)),
         "moments": max(of_moments, default=_TensorDifference(0.0, "")),
     }
+
+
+def _have_same_bits(reference: shards.ShardReader, other: shards.ShardReader) -> bool:
+    """Return whether all weights and all tensors of the optimizer are equal in every byte."""
+    return all(
+        reference.kinds(name) == other.kinds(name)
+        and all(
+            torch.equal(_bits(reference, kind, name), _bits(other, kind, name))
+            for kind in ("parameter", *reference.kinds(name))
+        )
+        for name in reference.shapes
+    )
+
+
+def _bits(reader: shards.ShardReader, kind: str, name: str) -> torch.Tensor:
+    return reader.read(kind, name).contiguous().view(-1).view(torch.uint8)
 
 
 def _squares(tensor: torch.Tensor) -> float:
