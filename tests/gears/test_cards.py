@@ -25,4 +25,4 @@ def test_a_card_matches_what_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(cards, "WORK", tmp_path)
     proof, marks = cards.prove(FAMILY, METHOD, GEARS), cards.read_marks(FAMILY)
     for gear in GEARS:
-        assert cards.mark(proof, gear) == marks[gear, METHOD], [one.problems for one in proof.gears]
+        assert cards.word_of(cards.result_of(proof, gear)) == marks[gear, METHOD], [one.problems for one in proof.gears]

@@ -30,9 +30,32 @@ def test_a_card_has_figures_of_every_gear_that_ran(name):
 
 
 @pytest.mark.parametrize("name", cards.FAMILIES)
+def test_the_sentences_of_a_card_agree_with_its_tables(name):
+    """A card that was edited by hand, or only in part, fails."""
+    text, marks = (cards.CARDS / f"{name}.md").read_text(), cards.read_marks(name)
+    first, _, rest = text.partition("## Full training under each gear")
+    rows = [line.strip("| ").split(" | ") for line in rest.splitlines() if line.startswith("| `")]
+    ran = [row for row in rows if row[2] == "ran"]
+    num_ran = sum(marks[gear, "full"] == "yes" for gear in gear_names())
+    assert f"trained under {num_ran} gears" in first and len(ran) == num_ran
+    exact = sum(row[5] == "bit for bit" for row in ran)
+    assert f"{exact} of {num_ran} gears equal the uninterrupted run bit for bit" in rest
+    loss, norm = (max((row[column] for row in ran[1:]), key=float) for column in (3, 4))
+    assert f"- full: {loss} of the loss, {norm} of the gradient norm.\n" in first
+    numbers = {row[0]: row[2] for row in rows if row[0].strip("`") in gear_names() and len(row) == 9}
+    assert all(f"| {gear} | " in first for gear in numbers)
+    for line in first.splitlines():
+        if (cells := line.strip("| ").split(" | "))[0] in numbers:
+            assert cells[2].replace("yes", "ran") == numbers[cells[0]], "both tables have the same notes"
+    notes = re.findall(r"^(\d+)\. `", first, re.MULTILINE)
+    assert notes == [str(1 + i) for i in range(len(notes))]
+    assert {*re.findall(r"\[(\d+)\]", text)} == {*notes}
+
+
+@pytest.mark.parametrize("name", cards.FAMILIES)
 def test_the_predicted_memory_is_what_the_planner_computes(name):
     """Run `python tests/support/cards.py --memory` if the planner has changed."""
-    assert cards.memory_of_card(name)[1] == cards.memory(cards.FAMILIES[name])
+    assert cards.memory_of_card(name)[1] == cards.memory(cards.FAMILIES[name], cards.read_marks(name))
 
 
 def test_the_index_counts_what_the_cards_say(monkeypatch, tmp_path):

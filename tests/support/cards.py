@@ -35,7 +35,7 @@ from gearbox.planning.architecture import Architecture
 from gearbox.planning.gpus import GIB, Gpu
 from gearbox.proving import page, settings
 from gearbox.proving.prover import RECORD, Prover, Request, locked, row_tokens
-from gearbox.proving.record import Proof, read_proof
+from gearbox.proving.record import GearResult, Proof, read_proof
 from support.methods import METHODS as ALL_METHODS
 from support.template_files import TemplateFile, listed
 from support.templates import make_tokenizer
@@ -47,6 +47,8 @@ METHODS = {name: ALL_METHODS[name] for name in ("full", "lora", "dora", "qlora")
 PLANNED = ("full", "lora", "qlora")
 COUNTS = (1, 2, 4, 8)  # GPUs of one machine
 ANY_SIZE = Gpu("GPU of any size", 2**62)
+SIMILAR = {"zero3_nvme": "zero3_offload"}  # the first is refused for what the machine of the cards lacks
+Marks = dict[tuple[str, str], str]  # words by gear and method
 SETTINGS = {
     "batch": {"rows": 8, "row_tokens": 512, "micro_rows": 1},
     "optim": {"lr": 2e-4},
@@ -106,6 +108,7 @@ FAMILIES = {
     "smollm2": Family(
         "SmolLM 2", "models/smollm2-135m", "",
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+        edits="none; `make smollm2` fetches `models/smollm2-135m`, which is SmolLM2-135M-Instruct",
     ),
     "qwen3_moe": Family(
         "Qwen 3, mixture of experts", "Qwen/Qwen3-30B-A3B", "llama.cpp/Qwen-Qwen3-0.6B", ("Qwen/Qwen3-30B-A3B",),
@@ -167,14 +170,18 @@ def prove(name: str, method: str, gears: list[str]) -> Proof:
         return Prover(request, train.main, screen).prove()
 
 
-def mark(proof: Proof, gear: str) -> str:
-    """Return the word of a gear with a method: yes, refused or failed."""
+def result_of(proof: Proof, gear: str) -> GearResult:
     (one,) = [one for one in proof.gears if one.gear == gear]
-    return "yes" if one.outcome == "ran" else one.outcome
+    return one
 
 
-def memory(family: Family) -> str:
-    """Return a table of the predicted peak by gear for each common size and method."""
+def word_of(result: GearResult) -> str:
+    """Return the word of a gear with a method: yes, refused or failed."""
+    return "yes" if result.outcome == "ran" else result.outcome
+
+
+def memory(family: Family, marks: Marks) -> str:
+    """Return a table of the predicted peak by gear for each common size and method, if the family runs so."""
     path = ROOT / "recipes" / "fsdp_2gpu.yaml"
     recipe = load_recipe(path, [*PLAN])
     columns: dict[str, dict[str, str]] = {}
@@ -187,6 +194,7 @@ def memory(family: Family) -> str:
             cells = columns.setdefault(f"{size.rpartition('/')[2]} {method}", {})
             for count in COUNTS:  # tp runs on as many GPUs as its degree
                 found, _ = strategy.options(shape, planned, path, strategy.Machines(ANY_SIZE, count))
+                found = [one for one in found if marks[SIMILAR.get(one.gear.name, one.gear.name), method] == "yes"]
                 cells |= {one.gear.name: f"{one.prediction.peak_bytes / GIB:,.1f}" for one in found}
                 counts |= {one.gear.name: str(count) for one in found}
     lines = [f"| gear | GPUs | {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) + 1)}|"]
@@ -196,21 +204,21 @@ def memory(family: Family) -> str:
     return "\n".join(lines)
 
 
-def methods_table(proofs: dict[str, Proof]) -> list[str]:
-    """Return the table of gears and methods, with the reasons of refusals and failures."""
+def methods_table(proofs: dict[str, Proof], reasons: list[str]) -> list[str]:
+    """Return the table of gears and methods. Add the reasons of refusals and failures to `reasons`."""
     lines = [f"| gear | ranks | {' | '.join(proofs)} |", "|---" * (len(proofs) + 2) + "|"]
-    reasons: list[str] = []
     for one in proofs["full"].gears:
-        cells = []
-        for proof in proofs.values():
-            word = mark(proof, one.gear)
-            for problem in next(other for other in proof.gears if other.gear == one.gear).problems:
-                if (why := problem.removeprefix("command line: ").replace(".cards/", "")) not in reasons:
-                    reasons.append(why)
-                word += f" [{reasons.index(why) + 1}]"
-            cells.append(word)
+        results = [result_of(proof, one.gear) for proof in proofs.values()]
+        cells = [word_of(result) + page.marks(result, reasons) for result in results]
         lines.append(f"| `{one.gear}` | {one.num_ranks} | {' | '.join(cells)} |")
-    return [*lines, *[""][: len(reasons)], *(f"{i}. {page.quoted(why)}" for i, why in enumerate(reasons, start=1))]
+    return lines
+
+
+def for_readers(problem: str, name: str, rehearsed: str) -> str:
+    """Return a problem without the places of this run, which a reader does not have."""
+    for place in ("command line: ", f".cards/{name}/{name}.yaml: "):
+        problem = problem.removeprefix(place)
+    return problem.replace(f".cards/{name}/model", rehearsed)
 
 
 def worst(proof: Proof) -> str:
@@ -223,6 +231,12 @@ def worst(proof: Proof) -> str:
 def card(name: str, proofs: dict[str, Proof]) -> str:
     """Return the page of a family."""
     family, full = FAMILIES[name], proofs["full"]
+    for result in (result for proof in proofs.values() for result in proof.gears):
+        result.problems = [for_readers(problem, name, family.rehearsed) for problem in result.problems]
+    marks: Marks = {(one.gear, method): word_of(one) for method, proof in proofs.items() for one in proof.gears}
+    reasons: list[str] = []
+    methods = methods_table(proofs, reasons)
+    table = page.table(full, reasons)  # its numbers are those of the first table
     facts = full.facts
     assert facts is not None
     ran = [one for one in full.gears if one.outcome == "ran"]
@@ -243,25 +257,27 @@ def card(name: str, proofs: dict[str, Proof]) -> str:
         recipe=yaml.safe_dump(given, sort_keys=False).strip(),
         num_ran=len(ran),
         num_exact=len(exact),
-        methods="\n".join(methods_table(proofs)),
+        methods="\n".join([*methods, *page.notes(reasons)]),
         parity="\n".join(f"- {method}: {worst(proof)}." for method, proof in proofs.items()),
-        table="\n".join(page.table(full)[: 2 + len(full.gears)]),
+        table="\n".join(table),
         legend=page.LEGEND,
         shown=facts.shown,
         tokenizer=textwrap.fill(f"Tokens between « and » are trained. {tokenizer}", 120, break_on_hyphens=False),
-        edits=family.edits,
-        memory=memory(family),
+        edits=textwrap.fill(f"Edits needed: {family.edits}.", 120, break_on_hyphens=False),
+        memory=memory(family, marks),
     )
 
 
-PREDICTED = "computes the same for a recipe.\n\n"
+PREDICTED = "the runs above, so it has figures.\n\n"
 PAGE = """# {title}
 
 ```bash
 make cards
 ```
 
-Edits needed: {edits}. The recipe below trained under {num_ran} gears, with random weights in a narrow copy of
+{edits}
+
+The recipe below trained under {num_ran} gears, with random weights in a narrow copy of
 `{rehearsed}` (family `{family}`). Made on {made}.
 
 ```yaml
@@ -295,7 +311,8 @@ After a resume under the same gear, {num_exact} of {num_ran} gears equal the uni
 ## Predicted memory
 
 Peak of one GPU in GiB, on 8 GPUs or as many as the gear's file allows. A step has 64 rows of 2,048 tokens, one row in a
-micro-batch, and `perf.checkpointing` is full. `python src/plan.py` computes the same for a recipe.
+micro-batch, and `perf.checkpointing` is full. `python src/plan.py` computes the same for a recipe. A dash marks what
+the gear refuses. Only a missing library made `zero3_nvme` refuse the runs above, so it has figures.
 
 {memory}
 
@@ -307,7 +324,7 @@ micro-batch, and `perf.checkpointing` is full. `python src/plan.py` computes the
 """
 
 
-def read_marks(name: str) -> dict[tuple[str, str], str]:
+def read_marks(name: str) -> Marks:
     """Return the words of a committed card by gear and method."""
     section = (CARDS / f"{name}.md").read_text().partition("## Gears and methods")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
@@ -330,7 +347,7 @@ def write_memory() -> None:
     """Compute the predicted memory of each committed card again."""
     for name, family in FAMILIES.items():
         before, _, after = memory_of_card(name)
-        (CARDS / f"{name}.md").write_text(before + memory(family) + after)
+        (CARDS / f"{name}.md").write_text(before + memory(family, read_marks(name)) + after)
 
 
 def write_index() -> None:
