@@ -82,7 +82,7 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             ["adapter.method=lora", "adapter.targets=all-linear"],
             ["ep"],
             ["fsdp", "tp"],
-            "adapter.targets: all-linear also adapts the experts",
+            "adapter.targets: all-linear also adapts experts",
         ),
         (["adapter.method=dora", "adapter.targets=[v_proj]"], [], ["ep"], ""),
         (["adapter.method=dora"], [], ["zero3", "zero2", "fsdp"], ""),

@@ -123,7 +123,7 @@ def test_undivided_experts_are_refused(moe, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("adapter.method=lora",), "adapter.targets: all-linear also adapts the experts, which this gear divides; "),
+        (("adapter.method=lora",), "adapter.targets: all-linear also adapts experts, which this gear divides; "),
         (
             ("adapter.method=lora", "model.quantize=nf4"),
             "model.quantize: tensor and expert parallelism ",

@@ -81,8 +81,8 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: gear.degree("ep") > 1 and recipe.adapts_all,
-        "adapter.targets: all-linear also adapts the experts, which this gear divides; list layers of the attention, "
-        "such as [q_proj, v_proj], or use the fsdp gear",
+        "adapter.targets: all-linear also adapts experts, which this gear divides; list layers of the attention, such "
+        "as [q_proj, v_proj], or use the fsdp gear, as for a model without experts",
     ),
     Refusal(
         lambda gear, recipe: gear.engine == "pp" and bool(recipe.model.add_tokens),

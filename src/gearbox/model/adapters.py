@@ -150,7 +150,9 @@ def attach_adapter(model: PreTrainedModel, recipe: Recipe) -> PeftModel:
     except ValueError as error:
         _check_targets(adapter, names, names)
         where = "a pipeline stage has none of these modules: " if full is not model else ""
-        raise UserError(f"adapter.targets: {where}{one_line(error)}") from None
+        advice = "; experts can have only LoRA without dropout: list other layers, such as [q_proj, v_proj]"
+        of_experts = advice if "ParamWrapper" in str(error) else ""
+        raise UserError(f"adapter.targets: {where}{one_line(error).rstrip('.')}{of_experts}") from None
     _check_targets(adapter, [*whole.targeted_module_names, *_converted(adapter, config)], names)
     _init_adapter(adapted, recipe.train.seed)
     if hasattr(model.get_output_embeddings(), "base_layer") and adapter.method == "dora":
