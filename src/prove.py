@@ -59,7 +59,11 @@ def main(arguments: list[str]) -> int:
         recipe_path, load_recipe(recipe_path, overrides), [str(recipe_path), *overrides], changes, gears, folder
     )
     with prover.locked(folder):
-        proof = prover.Prover(request, train.main, screen).prove()
+        try:
+            proof = prover.Prover(request, train.main, screen).prove()
+        except KeyboardInterrupt:
+            screen.print("stopped; the same command resumes after the gears that are done")
+            raise
         if not proof.of("ran") and not proof.of("failed"):
             raise UserError(f"{recipe_path}: no gear runs it: {proof.gears[0].problems[0]}")
         picture = page.write(proof, page_path)

@@ -13,6 +13,7 @@ import transformers
 
 import prove as script
 import train
+from gearbox.proving import prover
 from gearbox.proving.record import read_proof
 from gearbox.sharding import sharded_state
 from support.breakages import averaged_per_micro_batch
@@ -85,6 +86,16 @@ def test_a_killed_command_resumes_and_proves_a_new_family(recipe, tmp_path, caps
     assert "Changed: `optim.name=adamw`" in page and "of recipes/tiny (bytes)" in page
     assert re.search(r"<\|assistant\|>«\w+<\|end\|>»", page)
     assert not list((tmp_path / "runs/proof-mine").rglob("*.safetensors")), "large files are deleted"
+
+
+def test_a_stopped_command_says_that_it_can_resume(recipe, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prover.forked_ranks, "fork_ranks", stop)
+    with pytest.raises(KeyboardInterrupt):
+        script.main([str(recipe), "--gears", "single,fsdp", *SMALL])
+    assert "stopped; the same command resumes" in capsys.readouterr().out
 
 
 def test_broken_gears_are_reported_and_stop_no_other(recipe, tmp_path, monkeypatch, capsys):

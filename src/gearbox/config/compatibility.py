@@ -81,8 +81,8 @@ REFUSALS = [
     ),
     Refusal(
         lambda gear, recipe: gear.degree("ep") > 1 and recipe.adapts_all,
-        "adapter.targets: all-linear also adapts experts, which this gear divides; list layers of the attention, such "
-        "as [q_proj, v_proj], or use the fsdp gear, as for a model without experts",
+        "adapter.targets: all-linear also adapts experts, which this gear divides; list attention layers, such as "
+        "[q_proj, v_proj], or use the fsdp gear, as without experts",
     ),
     Refusal(
         lambda gear, recipe: gear.engine == "pp" and bool(recipe.model.add_tokens),
