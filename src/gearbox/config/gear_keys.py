@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from gearbox.errors import shown
+from gearbox.errors import did_you_mean, nearest, shown
 
 Effect = Literal["honoured", "refused", "without effect"]
 
@@ -65,6 +65,19 @@ class Key(NamedTuple):
 
 
 Table = Mapping[str, "Key | Table"]
+
+
+def key_meant(name: str, table: Table) -> str:
+    """Return `; did you mean 'group.key'?` for a key that the table has in a group or with a prefix, or nearly has."""
+    inside = [key for key in _names(table) if key.endswith((f".{name}", f"_{name}"))]
+    return did_you_mean(inside) or nearest(name, list(table))
+
+
+def _names(table: Table) -> list[str]:
+    """Return the keys that are not refused, with their groups."""
+    own = [name for name, key in table.items() if not isinstance(key, Key) or key.effect != "refused"]
+    groups = [(name, key) for name, key in table.items() if not isinstance(key, Key)]
+    return own + [f"{group}.{name}" for group, key in groups for name in _names(key)]
 
 
 def honoured(values: Values, text: str = "") -> Key:
