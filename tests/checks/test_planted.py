@@ -70,6 +70,7 @@ PLANTED = [
     ),
     Planted("single", "", "command line", "batch.rows: input should be", "batch.rows=0"),
     Planted("single", "", "command line", "unknown key; did you mean 'lr'", "optim.lrr=1"),
+    Planted("single", f"{R}: path: DATA -> path: ''", f"{R}: path: ''", "data.path: is empty; give a path"),
     hint("single", f"{R}: warmup: 5% -> warmup: 60%", f"{R}: 60%", "is 60% of the 700 steps"),
     hint(
         "single",
