@@ -212,7 +212,7 @@ def _with_template(facts: ModelFacts, tokenizer: PreTrainedTokenizerFast, data: 
     """Return the facts with the chat template to use, and the token that ends a turn."""
     if not tokenizer.chat_template:
         if _are_texts(data):
-            return replace(facts, template="text", ends=str(tokenizer.eos_token))
+            return replace(facts, template="text", ends=tokenizer.eos_token or "")
         known = tokenizer.get_vocab()
         added = tuple(mark for mark in CHATML_MARKS if mark not in known)
         return replace(facts, template="chatml", ends=CHATML_MARKS[1], added=added)
