@@ -223,6 +223,13 @@ PLANTED = [
         "are quantized; set adapter.method=lora",
     ),
     Planted("single", f"{TEMPLATE}: * -> -", f"{R}: name: ", "the tokenizer has no chat template"),
+    Planted("single", f"{C}: {{ -> \ufeff{{", f"{R}: name: ", "is not valid JSON: Unexpected UTF-8 BOM"),
+    Planted(
+        "single",
+        f"{R}: init: random -> init: pretrained && model/consolidated.safetensors: * -> x",
+        f"{R}: name: ",
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
     Planted("single", f"{TOKENS}: * -> [", f"{R}: name: ", "is not valid JSON"),
     Planted(
         "single", f'{C}: "llama" -> "gpt2" && {R}: row_tokens: 128 -> row_tokens: 5000', f"{R}: 5000", "1,024 positions"

@@ -27,6 +27,7 @@ NO_SAFETENSORS = (
     "{!r} has no safetensors weights, and pickled weights could run code; convert them in a sandbox with "
     "AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
 )
+NO_INDEX = "{} has safetensors files, but neither {} nor {}; download or copy the model again"
 NO_SHARD = "{} names {}, which is not in the folder; download or copy it again"
 NO_WEIGHTS = "the folder {!r} has no weights; copy model.safetensors there, or set model.init: random"
 NO_LANGUAGE_MODEL = (
@@ -57,14 +58,24 @@ def trainable(subject: Subject) -> Iterator[Said]:
         return  # the run downloads what the cache of the Hub lacks
     if content.get("quantization_config") and recipe.adapter.method == "none":
         yield subject.say(f"model.name: {QUANTIZED.format(name)}")
+    if text := _missing_weights(subject, folder):
+        yield subject.say(f"model.name: {text}")
+
+
+def _missing_weights(subject: Subject, folder: Path) -> str | None:
+    """Return why the weights cannot be loaded from a folder, or None if its files are there."""
+    name = subject.recipe.model.name
     if not any(folder.glob("*.safetensors")):
         is_pickled = any(path.suffix in PICKLES for path in folder.iterdir())
-        yield subject.say(f"model.name: {(NO_SAFETENSORS if is_pickled else NO_WEIGHTS).format(name)}")
-    elif not (folder / SINGLE).exists():
-        shards = subject.model.read(INDEX).get("weight_map")
-        names = sorted(map(str, shards.values())) if isinstance(shards, dict) else []
-        if missing := [one for one in names if not (folder / one).is_file()]:
-            yield subject.say(f"model.name: {NO_SHARD.format(folder / INDEX, missing[0])}")
+        return (NO_SAFETENSORS if is_pickled else NO_WEIGHTS).format(name)
+    if (folder / SINGLE).exists():
+        return None
+    if not (folder / INDEX).exists():
+        return NO_INDEX.format(folder, SINGLE, INDEX)
+    shards = subject.model.read(INDEX).get("weight_map")
+    names = sorted(map(str, shards.values())) if isinstance(shards, dict) else []
+    missing = next((one for one in names if not (folder / one).is_file()), None)
+    return None if missing is None else NO_SHARD.format(folder / INDEX, missing)
 
 
 def architecture(subject: Subject) -> Iterator[Said]:

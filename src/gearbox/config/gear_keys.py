@@ -68,16 +68,10 @@ Table = Mapping[str, "Key | Table"]
 
 
 def key_meant(name: str, table: Table) -> str:
-    """Return `; did you mean 'group.key'?` for a key that the table has in a group or with a prefix, or nearly has."""
-    inside = [key for key in _names(table) if key.endswith((f".{name}", f"_{name}"))]
-    return did_you_mean(inside) or nearest(name, list(table))
-
-
-def _names(table: Table) -> list[str]:
-    """Return the keys that are not refused, with their groups."""
-    own = [name for name, key in table.items() if not isinstance(key, Key) or key.effect != "refused"]
-    groups = [(name, key) for name, key in table.items() if not isinstance(key, Key)]
-    return own + [f"{group}.{name}" for group, key in groups for name in _names(key)]
+    """Return `; did you mean 'group.key'?` for a key that the table has with a prefix or in a group, or nearly has."""
+    groups = [(group, keys) for group, keys in table.items() if not isinstance(keys, Key)]
+    inside = [f"{group}.{key}" for group, keys in groups for key in keys if f"_{key}".endswith(f"_{name}")]
+    return did_you_mean([key for key in table if key.endswith(f"_{name}")] + inside) or nearest(name, list(table))
 
 
 def honoured(values: Values, text: str = "") -> Key:
