@@ -34,8 +34,10 @@ from gearbox.checks import agreement
 from gearbox.checks.agreement import Examined
 from gearbox.checks.finding import Finding, Locator, Said
 from gearbox.config.gear import gear_path, read_gear
+from gearbox.config.loader import COMMAND_LINE
 from gearbox.errors import UserError
 from gearbox.launch import cli
+from gearbox.launch.outcome import EXIT_USER_ERROR
 from gearbox.planning.gpus import Gpu, gpu_named
 from gearbox.training import resume
 from launch import launcher_flags
@@ -45,6 +47,18 @@ OPTIONS = ("--config_file", "--gpu")
 
 def main(arguments: list[str]) -> int:
     """Print every finding. Return the exit code."""
+    try:
+        return check(arguments)
+    except UserError as error:
+        if "--json" not in arguments:
+            raise
+        locator = Locator(Path(COMMAND_LINE))
+        print_json([locator.locate(Said(line)) for line in str(error).splitlines()])
+        return EXIT_USER_ERROR
+
+
+def check(arguments: list[str]) -> int:
+    """Print every finding about the files that the arguments name. Return the exit code."""
     options, words = split(arguments)
     gear_file = Path(gear_path(options.get("--config_file", "single")))
     flags = launcher_flags([word for word in words if word.startswith("-") and word != "--json"])
@@ -59,15 +73,20 @@ def main(arguments: list[str]) -> int:
         verdict = f"{names} agree"
     seconds = time.process_time()  # of the processor, with the imports
     if "--json" in words:
-        found = [one.as_json() for one in findings]
-        print(json.dumps({"agree": not num_problems, "findings": found}, indent=2))
+        print_json(findings)
     else:
         screen = console.make_console(speaks=True)
         for one in findings:
             screen.print(line_of(one))
         style = "bold red" if num_problems else "bold green"
         screen.print(console.styled((verdict, style), f" ({len(agreement.CHECKS)} checks, {seconds:.1f} s)"))
-    return 2 if num_problems else 0
+    return EXIT_USER_ERROR if num_problems else 0
+
+
+def print_json(findings: list[Finding]) -> None:
+    """Print one object for editors and CI."""
+    agree = not any(one.severity == "problem" for one in findings)
+    print(json.dumps({"agree": agree, "findings": [one.as_json() for one in findings]}, indent=2))
 
 
 def split(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

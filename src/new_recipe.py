@@ -38,7 +38,7 @@ from gearbox.console import Screen, make_console
 from gearbox.doctor import nvidia_smi
 from gearbox.errors import UserError, one_line
 from gearbox.launch import cli
-from gearbox.planning import new_recipe
+from gearbox.planning import new_recipe, strategy
 from gearbox.planning.gpus import Gpu
 from gearbox.planning.new_recipe import TITLES, Choice
 from gearbox.planning.strategy import METHODS, Machines
@@ -72,6 +72,9 @@ def main(arguments: list[str]) -> None:
     draft = recipe_draft.compose(facts, choice, load_like(like_path), options.data, named is not None)
     if options.data is not None and named is None:
         recipe_draft.set_rows(draft, num_rows(draft), gpus)
+        like = strategy.with_values(like, "batch", rows=draft.get("batch.rows"))
+        choice = new_recipe.choose(facts, like, gpus, options.method, methods)  # fewer rows in a pass need less memory
+        draft.set("batch.micro_rows", choice.micro_rows, "memory, and the rows of a step")
     head = recipe_text.head_of(facts, choice, like_path.name, note)
     write(options.output, recipe_text.render(draft.content, head, options.output), options.force)
 
@@ -79,7 +82,8 @@ def main(arguments: list[str]) -> None:
     screen.print(
         f"{options.output}: {TITLES[choice.method]} on {new_recipe.described(gpus)}, under the gear {choice.gear}"
     )
-    screen.print(f"what differs from {_from_here(like_path)}, and why:")
+    differs = "what differs from {}, and why:" if draft.changes else "nothing differs from {}"
+    screen.print(differs.format(_from_here(like_path)))
     for line in recipe_text.change_lines(draft.changes.values()):
         screen.print(line)
     try:
@@ -107,9 +111,13 @@ def check_output(path: Path, is_forced: bool) -> None:
     """Raise UserError if the recipe cannot be written there."""
     if path.suffix not in (".yaml", ".yml") or "=" in str(path) or str(path).startswith("-"):
         raise UserError(f"--output: is {str(path)!r}; give a file that ends in .yaml, without = in its name")
-    if not path.parent.is_dir():
+    try:
+        is_folder, has_parent = path.is_dir(), path.parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--output: {one_line(error, 100)}; give another file") from None
+    if not has_parent:
         raise UserError(f"--output: the folder {str(path.parent)!r} does not exist; make it first")
-    if path.is_dir() or (os.path.lexists(path) and not is_forced):
+    if is_folder or (os.path.lexists(path) and not is_forced):
         raise UserError(f"--output: {path} exists; add --force to replace it, or give another file")
 
 
@@ -131,7 +139,10 @@ def find_gpus(given: str | None) -> tuple[Machines, str]:
 
 def load_like(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Return the recipe to start from. Its model need not be on this machine, as in a rehearsal."""
-    recipe = load_recipe(path, ["run.rehearse=true", *(overrides or [])])
+    try:
+        recipe = load_recipe(path, ["run.rehearse=true", *(overrides or [])])
+    except UserError as error:  # data.path is the only key that a user can give here
+        raise UserError(str(error).replace("command line: data.path: ", "--data: ")) from None
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"rehearse": False})})
 
 

@@ -143,7 +143,7 @@ def test_a_file_is_replaced_only_when_asked(tmp_path, chats, monkeypatch):
     assert {one.name for one in tmp_path.iterdir()} == {"model", "mine.yaml"}
 
 
-@pytest.mark.parametrize("output", ["mine.txt", "a=b.yaml", "nowhere/mine.yaml", "folder.yaml"])
+@pytest.mark.parametrize("output", ["mine.txt", "a=b.yaml", "nowhere/mine.yaml", "folder.yaml", f"{'x' * 300}.yaml"])
 def test_an_output_that_no_run_could_read_is_refused(output, tmp_path):
     (tmp_path / "folder.yaml").mkdir()
     with pytest.raises(UserError, match=r"^--output: "):
@@ -232,6 +232,26 @@ def test_texts_need_no_template(base, write, tmp_path):
     (tmp_path / "texts.txt").write_text("one paragraph\n\n" + "another\n\n" * 30)
     path = write(base, "--data", str(tmp_path / "texts.txt"))
     assert load_recipe(path).data.chat_template is None and "<|end|> ends each" in path.read_text()
+    edit(base / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(UserError, match="no end-of-text token"):
+        write(base, "--data", str(tmp_path / "texts.txt"))
+    assert "The tokenizer has no token that ends one" in path.read_text().replace("\n# ", " ")
+
+
+def test_few_rows_are_planned_with_few_in_a_pass(write, tmp_path, capsys):
+    path = write(write_model(tmp_path / "llama"), "--gpus", "2x24GB")
+    recipe = load_recipe(path)
+    assert recipe.batch.rows < 8 and recipe.batch.micro_rows <= -(-recipe.batch.rows // 2)
+    assert "Activations of 8 x" not in path.read_text()
+
+
+def test_a_recipe_that_is_made_like_itself_stays_the_same(write, tmp_path, capsys):
+    model = write_model(tmp_path / "llama")
+    first = write(model, "--gpus", "2x24GB").rename(tmp_path / "first.yaml")
+    new_recipe.main([str(model), "--like", str(first), "--gpus", "2x24GB", "--output", str(tmp_path / "second.yaml")])
+    assert "nothing differs from" in capsys.readouterr().out
+    second = (tmp_path / "second.yaml").read_text()
+    assert second.replace("first.yaml", "ddp_4gpu_full.yaml") == first.read_text()
 
 
 @pytest.mark.parametrize(("family", "expected"), [("gpt2", 1024), ("llama", 2048), ("mamba", 2048)])
@@ -311,3 +331,11 @@ def test_a_wrong_argument_is_one_line():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "gearbox: --gpus: is '3x'; write a count and a kind, such as 2x80GB or 8xH100\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"), [("", "is empty; give a path"), ("none.jsonl", "no such file 'none.jsonl'")]
+)
+def test_data_that_are_not_there_are_refused_by_the_name_of_their_option(data, problem, tmp_path):
+    with pytest.raises(UserError, match=f"^--data: {problem}"):
+        new_recipe.main(["recipes/tiny", "--data", data, "--output", str(tmp_path / "mine.yaml")])

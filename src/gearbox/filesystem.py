@@ -196,7 +196,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        content = json.loads(raw)
+        content = json.loads(raw.decode())  # from bytes it would also read UTF-16 and a BOM, as transformers does not
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         text = " ".join(str(error).split())[:100]
         raise ValueError(f"{path} is not valid JSON: {text}") from None

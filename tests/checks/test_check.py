@@ -10,6 +10,7 @@ import pytest
 
 import check
 from gearbox import ROOT
+from gearbox.errors import UserError
 
 pytestmark = pytest.mark.cold
 WRONG = ["recipes/tiny.yaml", "optim.lrr=1", "eval.every=900", "batch.row_tokens=9000", "data.path=none.jsonl"]
@@ -59,3 +60,23 @@ def test_options_are_told_from_flags_and_keys():
     )
     assert options == {"--config_file": "fsdp", "--gpu": "A100"}
     assert words == ["mine.yaml", "optim.lr=1", "--num_processes=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        ("--gpu", "--gpu", "needs a value"),
+        ("--gpu=Z9", "--gpu", "'Z9' is unknown"),
+        ("--config_file none", "none", "unknown gear"),
+        ("--lr=1", "--lr=1", "unknown flag; a key of the recipe has no dashes: optim.lr=1"),
+        ("a.yaml b.yaml", "", "a.yaml b.yaml: expected [RECIPE]"),
+        ("optim.lr 1", "optim.lr", "write optim.lr=1, as one word"),
+    ],
+)
+def test_a_wrong_command_is_json_too(words, key, message, capsys):
+    assert check.main(["--json", *words.split()]) == 2
+    (one,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (one["file"], one["key"], one["severity"]) == ("command line", key, "problem")
+    assert one["message"].startswith(message)
+    with pytest.raises(UserError):
+        check.main(words.split())

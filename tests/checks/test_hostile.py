@@ -7,9 +7,14 @@ from itertools import pairwise
 
 import pytest
 import yaml
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from gearbox import ROOT
-from gearbox.checks import agreement
+from gearbox.checks import agreement, tokenizer
+from gearbox.checks.family import is_language_model
 from gearbox.checks.marks import Marks
 from gearbox.config.gear import gear_path, read_gear
 
@@ -97,3 +102,42 @@ def test_the_places_of_keys(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("a:\n  - b: 1\n    c: 2\n  - {d: 3}\n")
     assert [Marks(path).of(key) for key in ("a", "a.0.c", "a.1.d", "a.1.e")] == [(1, 1), (3, 5), (4, 6), (4, 5)]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("body", ["x", "{% set x = 1 %}"])
+def test_a_template_that_never_ends_does_not_hold_up_a_check(tmp_path, monkeypatch, body):
+    rounds = []
+    monkeypatch.setattr(tokenizer, "range", lambda *numbers: rounds.append(1) or range(*numbers), raising=False)
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "recipes/tiny", model)
+    (model / "chat_template.jinja").write_text(ENDLESS.replace("BODY", body) + "{{ eos_token }}")
+    overrides = [f"model.name={model}", "data.path=recipes/chats.jsonl"]
+    assert agreement.examine(TINY, overrides, read_gear(gear_path("single"), {})).findings == []
+    assert len(rounds) <= 2, "the second loop has too many rounds"
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text((ROOT / "recipes/chats.jsonl").read_text())
+    (tmp_path / "b.jsonl").symlink_to("none.jsonl")
+    for path in ("b.jsonl", "*.jsonl"):
+        examined = agreement.examine(TINY, [f"data.path={tmp_path}/{path}"], read_gear(gear_path("single"), {}))
+        assert [f"{one.key}: {one.message}" for one in examined.findings] == [
+            f"data.path: {tmp_path}/b.jsonl is a link that leads nowhere; give a file or a folder"
+        ]
+
+
+def test_a_file_in_another_encoding_is_named_with_what_to_do(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(TINY.read_text().encode("utf-16"))
+    (one,) = agreement.examine(path, [], read_gear(gear_path("single"), {})).findings
+    assert one.message.startswith("cannot be read: 'utf-8' codec") and one.message.endswith("; save it as UTF-8")
+
+
+def test_every_family_with_a_language_model_is_known():
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    assert len(names) > 200
+    assert [name for name in sorted(names) if not is_language_model(name)] == []
+    assert [name for name in ("t5", "vit", "clip", "") if is_language_model(name)] == []

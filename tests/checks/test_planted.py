@@ -70,6 +70,7 @@ PLANTED = [
     ),
     Planted("single", "", "command line", "batch.rows: input should be", "batch.rows=0"),
     Planted("single", "", "command line", "unknown key; did you mean 'lr'", "optim.lrr=1"),
+    Planted("single", f"{R}: path: DATA -> path: ''", f"{R}: path: ''", "data.path: is empty; give a path"),
     hint("single", f"{R}: warmup: 5% -> warmup: 60%", f"{R}: 60%", "is 60% of the 700 steps"),
     hint(
         "single",
@@ -88,6 +89,18 @@ PLANTED = [
     hint(
         "single", f"{R}: steps: 700 -> steps: 700 && {R}: split: train -> split: test", f"{R}: split: test", "no splits"
     ),
+    Planted(
+        "single",
+        f"{R}: method: none -> method: lora && {R}: targets: all-linear -> targets: q_proj",
+        f"{R}: targets: q_proj",
+        "use all-linear, or a list: [q_proj]",
+    ),
+    Planted(
+        "single",
+        f"{R}: method: none -> method: lora && {R}: targets: all-linear -> targets: all_linear",
+        f"{R}: all_linear",
+        "did you mean 'all-linear'?",
+    ),
     # Rows and ranks
     hint("ddp", f"{R}: rows: 8  -> rows: 2  ", f"{R}: rows: 2", "ranks 2-3 get only empty rows; use 4 rows or more"),
     hint("ddp", f"{R}: rows: 8  -> rows: 9  ", f"{R}: rows: 9", "rank 3 gets only empty rows; use 8 or 12 rows"),
@@ -103,6 +116,9 @@ PLANTED = [
     Planted("single", f"chats.jsonl: * -> {TEXT}oops", "chats.jsonl: oops", "is not JSON"),
     Planted("single", "chats.jsonl: * -> ", "chats.jsonl: ", "the file is empty"),
     Planted("single", f"chats.jsonl: * -> {UNANSWERED}", "chats.jsonl: user", "contains no assistant turn"),
+    Planted(
+        "single", f"{R}: path: null                    # doc -> path: DATA  #", f"{R}: path: ", "is all of data.path"
+    ),
     # Recipe and gear
     Planted("zero2", f"{R}: name: adamw -> name: adamw_8bit", f"{R}: adamw_8bit", "under ZeRO, 8-bit"),
     Planted("zero3", f"{R}: name: adamw -> name: muon", f"{R}: muon", "Muon needs complete matrices"),
@@ -143,12 +159,30 @@ PLANTED = [
     Planted("single", f"{G}: num_machines: 1 -> \tnum_machines: 1", f"{G}: num_machines", "invalid YAML"),
     Planted("ddp", "", "command line", "--gradient_clipping=5: is set by the recipe", "--gradient_clipping=5"),
     hint("ddp", f"{G}: mixed_precision: bf16 -> debug: false", f"{G}", "is not set, so a GPU computes in fp32"),
+    Planted(
+        "fsdp",
+        f"{G}: fsdp_config: -> fsdp_offload_params: true\nfsdp_config:",
+        f"{G}: fsdp_offload_params",
+        "did you mean 'fsdp_config.fsdp_offload_params'?",
+    ),
+    Planted(
+        "tp",
+        f"{G}: num_machines: 1 -> tp_size: 2",
+        f"{G}: tp_size: 2",
+        "did you mean 'parallelism_config.parallelism_config_tp_size'?",
+    ),
     # The ZeRO JSON
     Planted("zero2", f'{Z}: clipping": "auto" -> clipping": 0.5', f"{Z}: clipping", "is 0.5, but optim.max_grad_norm"),
     Planted("zero2", f'{Z}: batch_size": "auto" -> batch_size": 32', f"{Z}: train_batch_size", "is 32, but batch.rows"),
     Planted("zero2", f'{Z}: steps": "auto" -> steps": 3', f"{Z}: accumulation", "is 3, but"),
     Planted("zero2", f'{Z}: per_gpu": "auto" -> per_gpu": 3', f"{Z}: per_gpu", "is 3, but batch.micro_rows"),
     Planted("zero2", f"{Z}: overlap_comm -> overlap_com", f"{Z}: overlap_com", "did you mean 'overlap_comm'"),
+    Planted(
+        "zero2",
+        f'{Z}: "bf16" -> "offload_optimizer": {{"device": "cpu"}},\n  "bf16"',
+        f"{Z}: offload_optimizer",
+        "did you mean 'zero_optimization.offload_optimizer'?",
+    ),
     Planted("zero2", f'{Z}: "bf16" -> "fp16": {{"enabled": true}},\n  "bf16"', f"{Z}: fp16", "use bf16"),
     Planted("zero2", f'{Z}: "bf16" -> "optimizer": {{"type": "AdamW"}},\n "bf16"', f"{Z}: optimizer", "(optim:)"),
     Planted("zero2", f'{Z}: "stage": 2 -> "stage": 2,\n    "stage":  2', f'{Z}: "stage":  2', "duplicate key"),
@@ -163,7 +197,39 @@ PLANTED = [
     Planted("fsdp", "", "environment", "all modules are sharded; unset it", "FSDP_IGNORED_MODULES=head"),
     # The model and its tokenizer
     Planted("single", f"{TEMPLATE}: {{% endfor %}} -> \n{{% endif %}}", f"{TEMPLATE}: endif", "cannot be parsed"),
+    Planted("single", f'{C}: "llama" -> "t5"', f"{R}: name: ", "(t5) is not a causal language model"),
+    Planted("single", f'{C}: "llama" -> "lama"', f"{R}: name: ", "(lama) is not a causal language model"),
+    Planted(
+        "single", f"{R}: init: random -> init: pretrained", f"{R}: name: ", "has no weights; copy model.safetensors"
+    ),
+    Planted(
+        "single",
+        f"{R}: init: random -> init: pretrained && model/pytorch_model.bin: * -> x",
+        f"{R}: name: ",
+        "pickled weights could run code",
+    ),
+    Planted(
+        "single",
+        f"{R}: init: random -> init: pretrained && model/a.safetensors: * -> x && "
+        'model/model.safetensors.index.json: * -> {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}',
+        f"{R}: name: ",
+        "names b.safetensors, which is not in the folder",
+    ),
+    Planted(
+        "single",
+        f"{R}: init: random -> init: pretrained && model/model.safetensors: * -> x && "
+        f'{C}: "llama", -> "llama", "quantization_config": {{"quant_method": "gptq"}},',
+        f"{R}: name: ",
+        "are quantized; set adapter.method=lora",
+    ),
     Planted("single", f"{TEMPLATE}: * -> -", f"{R}: name: ", "the tokenizer has no chat template"),
+    Planted("single", f"{C}: {{ -> \ufeff{{", f"{R}: name: ", "is not valid JSON: Unexpected UTF-8 BOM"),
+    Planted(
+        "single",
+        f"{R}: init: random -> init: pretrained && model/consolidated.safetensors: * -> x",
+        f"{R}: name: ",
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
     Planted("single", f"{TOKENS}: * -> [", f"{R}: name: ", "is not valid JSON"),
     Planted(
         "single", f'{C}: "llama" -> "gpt2" && {R}: row_tokens: 128 -> row_tokens: 5000', f"{R}: 5000", "1,024 positions"
@@ -173,6 +239,13 @@ PLANTED = [
         f'{SPECIAL}: "eos_token": "<|end|>", ->  && chats.jsonl: * -> {TEXT}',
         f"{R}: name: ",
         "no end-of-text",
+    ),
+    hint(
+        "single",
+        f'{SPECIAL}: "eos_token": "<|end|>", ->  && '
+        f"{TEMPLATE}: * -> {{% for one in messages %}}{{{{ one.content }}}}{{% endfor %}}",
+        f"{TEMPLATE}",
+        "neither the chat template nor the tokenizer ends an answer",
     ),
     hint("single", f"{TEMPLATE}: <|end|> -> <|stop|>", f"{TEMPLATE}", "which is no token of the tokenizer"),
     hint("single", f'{C}: "vocab_size": 260 -> "vocab_size": 256', f"{C}: vocab_size", "4 tokens have no embedding"),
@@ -257,7 +330,7 @@ def test_the_files_agree_before(tmp_path):
         folder.mkdir()
         lay_out(folder, gear)
         assert agreement.examine(folder / R, [], read_gear(folder / G, {})).findings == []
-    assert len(PLANTED) >= 75
+    assert len(PLANTED) >= 90
 
 
 def test_data_without_an_end_is_named_and_not_read(tmp_path):

@@ -59,6 +59,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Said]], ...] = (
     lengths.rows,
     lengths.steps,
     model.readable,
+    model.trainable,
     model.architecture,
     model.positions,
     model.targets,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gearbox.checks.finding import Said, Severity
 from gearbox.config.loader import is_url, matches
 from gearbox.config.recipe import BUILTIN_TASKS, Data
-from gearbox.config.recipe_values import Source
+from gearbox.config.recipe_values import Source, listed
 from gearbox.data import row_formats, sources
 from gearbox.data.records import RecordReader
 from gearbox.data.row_formats import InvalidRecord
@@ -80,6 +80,11 @@ def _reason(value: sources.JSON | Unreadable, names: row_formats.FieldNames) -> 
 
 def records(subject: Subject) -> Iterator[Said]:
     """Check the first records of each file. The run checks all of them."""
+    recipe = subject.recipe
+    evaluated = {(source.path, source.split) for source in listed(recipe.eval.path or [])}
+    if not recipe.run.rehearse and {(source.path, source.split) for source in listed(recipe.data.path)} <= evaluated:
+        text = "is all of data.path, and what is evaluated is not trained; give other documents, or use eval.fraction"
+        yield subject.say(f"eval.path: {text}")
     for found in subject.first_records:
         for text, severity in found.problems:
             if text.startswith("data."):

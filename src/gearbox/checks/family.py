@@ -13,6 +13,9 @@ from gearbox.config.loader import RawMapping
 
 BASES = {"PreTrainedConfig", "PretrainedConfig"}
 LINEAR = re.compile(r"self\.(\w+)\s*=\s*(?:nn\.Linear|\w*Linear|Conv1D)\(")
+LANGUAGE_MODELS = re.compile(
+    r"^MODEL_FOR_(?:CAUSAL_LM|IMAGE_TEXT_TO_TEXT|MULTIMODAL_LM)_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
+)
 OTHER_FILES = re.compile(r"^from \.\.(\w+)\.modeling_\w+ import", re.M)
 # Families whose positions are a table, and the key of its size. All others compute positions, or have none.
 TABLES = {
@@ -79,6 +82,15 @@ def _constants(node: ast.ClassDef) -> RawMapping:
             except ValueError:
                 continue
     return found
+
+
+def is_language_model(model_type: str) -> bool:
+    """Return whether transformers has a language model for this family, with towers or without; True if in doubt."""
+    folder = _models()
+    path = None if folder is None else folder / "auto/modeling_auto.py"
+    if path is None or not path.is_file():
+        return True
+    return f'("{model_type}",' in "".join(LANGUAGE_MODELS.findall(path.read_text()))
 
 
 def has_router_loss(config: PlainConfig) -> bool:

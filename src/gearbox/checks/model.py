@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gearbox.checks.family import TABLES, has_router_loss, module_names
+from gearbox.checks.family import TABLES, has_router_loss, is_language_model, module_names
 from gearbox.checks.finding import Said
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError, nearest
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
 # Scalings that multiply the positions that a model was trained with. Others already count them.
 EXTENDING = ("linear", "dynamic", "yarn")
 MOST_TIMES = 10_000
+PICKLES = (".bin", ".pt", ".pth")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NO_SAFETENSORS = (
+    "{!r} has no safetensors weights, and pickled weights could run code; convert them in a sandbox with "
+    "AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
+)
+NO_INDEX = "{} has safetensors files, but neither {} nor {}; download or copy the model again"
+NO_SHARD = "{} names {}, which is not in the folder; download or copy it again"
+NO_WEIGHTS = "the folder {!r} has no weights; copy model.safetensors there, or set model.init: random"
+NO_LANGUAGE_MODEL = (
+    "{!r} ({}) is not a causal language model; use a family that the installed transformers has for text"
+)
+QUANTIZED = "the weights of {!r} are quantized; set adapter.method=lora to freeze them"
 
 
 def readable(subject: Subject) -> Iterator[Said]:
@@ -29,6 +44,38 @@ def readable(subject: Subject) -> Iterator[Said]:
     _ = model.config, model.tokenizer_config, model.token_ids  # reads them
     for text in model.damaged:
         yield subject.say(f"model.name: {text}; download or copy it again")
+
+
+def trainable(subject: Subject) -> Iterator[Said]:
+    """Check that this is a language model whose weights are here, and can be trained."""
+    recipe, content, folder = subject.recipe, subject.model.config, subject.model.folder
+    if content is None:
+        return
+    name, kind = recipe.model.name, content.get("model_type")
+    if isinstance(kind, str) and "auto_map" not in content and not is_language_model(kind):
+        yield subject.say(f"model.name: {NO_LANGUAGE_MODEL.format(name, kind)}")
+    if recipe.run.rehearse or recipe.model.init == "random" or folder is None or not Path(name).is_dir():
+        return  # the run downloads what the cache of the Hub lacks
+    if content.get("quantization_config") and recipe.adapter.method == "none":
+        yield subject.say(f"model.name: {QUANTIZED.format(name)}")
+    if text := _missing_weights(subject, folder):
+        yield subject.say(f"model.name: {text}")
+
+
+def _missing_weights(subject: Subject, folder: Path) -> str | None:
+    """Return why the weights cannot be loaded from a folder, or None if its files are there."""
+    name = subject.recipe.model.name
+    if not any(folder.glob("*.safetensors")):
+        is_pickled = any(path.suffix in PICKLES for path in folder.iterdir())
+        return (NO_SAFETENSORS if is_pickled else NO_WEIGHTS).format(name)
+    if (folder / SINGLE).exists():
+        return None
+    if not (folder / INDEX).exists():
+        return NO_INDEX.format(folder, SINGLE, INDEX)
+    shards = subject.model.read(INDEX).get("weight_map")
+    names = sorted(map(str, shards.values())) if isinstance(shards, dict) else []
+    missing = next((one for one in names if not (folder / one).is_file()), None)
+    return None if missing is None else NO_SHARD.format(folder / INDEX, missing)
 
 
 def architecture(subject: Subject) -> Iterator[Said]:
@@ -90,7 +137,15 @@ def longer_than_trained(config: object, row_tokens: int, limit: int | None) -> s
 def targets(subject: Subject) -> Iterator[Said]:
     """Check that each name in adapter.targets is that of a module. The run checks it again on the model itself."""
     adapter, config = subject.recipe.adapter, subject.config
-    if config is None or adapter.method == "none" or adapter.path is not None or isinstance(adapter.targets, str):
+    if adapter.method == "none" or adapter.path is not None or adapter.targets == "all-linear":
+        return
+    if isinstance(adapter.targets, str):
+        if re.fullmatch(r"[\w-]+", adapter.targets):
+            text = f"{adapter.targets!r} is read as a pattern of complete names, and no module has only this name"
+            near = nearest(adapter.targets, ["all-linear"]) or f"; use all-linear, or a list: [{adapter.targets}]"
+            yield subject.say(f"adapter.targets: {text}{near}")
+        return
+    if config is None:
         return
     names = module_names(config.model_type)
     if names is None:

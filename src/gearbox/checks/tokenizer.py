@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,8 @@ NO_TOKENIZER = "{} has no tokenizer files, such as tokenizer.json; copy them fro
 VOCABULARY_NAMES = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken", "bpe")
 VOCABULARY_ENDINGS = (".model", ".tiktoken", ".bpe")
 MAX_TEMPLATE_BYTES = 2**20
+MAX_ROUNDS = 10_000  # of all loops over numbers: for two messages a template needs fewer
+MAX_PIECES = 10_000  # of text that a template writes
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
 QUESTION, ANSWER = "\U00020000" * 4, "\U00020001" * 4  # characters that no template writes
 
@@ -66,7 +69,10 @@ def template(subject: Subject) -> Iterator[Said]:
         yield Said(text, "problem" if has_chats else "hint")
         return
     end = _end_of_answer(parsed, subject) if has_chats else None
-    if end is not None:
+    if end == "":
+        text = "neither the chat template nor the tokenizer ends an answer; set eos_token, or data.chat_template"
+        yield Said(f"{where}{text}", "hint")
+    elif end is not None:
         yield Said(
             f"{where}the chat template ends an answer with {end[:40]!r}, which is no token of the tokenizer; use "
             "model.add_tokens, or data.supervise=last",
@@ -99,6 +105,7 @@ def _environment() -> SandboxedEnvironment:
     )
     environment.globals["strftime_now"] = lambda form: form
     environment.globals["raise_exception"] = _refuse
+    environment.globals["range"] = _short_ranges()
     return environment
 
 
@@ -106,19 +113,38 @@ def _refuse(message: str) -> None:
     raise ValueError(message)
 
 
+def _short_ranges() -> Callable[..., range]:
+    """Return `range`, which raises ValueError once loops, also nested ones, have taken too many rounds."""
+    left = MAX_ROUNDS
+
+    def short(*numbers: int) -> range:
+        nonlocal left
+        found = range(*numbers)
+        left -= len(found)
+        if left < 0:
+            raise ValueError("too many rounds")
+        return found
+
+    return short
+
+
 def _end_of_answer(parsed: jinja2.Template, subject: Subject) -> str | None:
-    """Return what the template writes after an answer, if that has no token at which a model can stop."""
+    """Return what the template writes after an answer, if neither that nor the tokenizer has a token to stop at."""
     tokens = {*subject.model.added, *subject.recipe.model.add_tokens}
     special = {name: subject.model.special(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     given = {name: token for name, token in special.items() if token is not None}
     try:
-        text = parsed.render(messages=messages, add_generation_prompt=False, **given)
+        pieces = parsed.generate(messages=messages, add_generation_prompt=False, **given)
+        text = "".join(islice(pieces, MAX_PIECES))
     except Exception:  # a template is code that can raise anything; the run reports it for the user's own chats
         return None
     after = text.partition(ANSWER)[2]
-    if not tokens or not text.count(ANSWER) or not after.strip():
+    if not tokens or not text.count(ANSWER):
         return None
+    if not after.strip():  # the run then adds the token at which generation stops
+        stops = special["eos_token"] or subject.model.read("generation_config.json").get("eos_token_id")
+        return "" if stops is None else None
     if any(token in after for token in tokens) or (special["eos_token"] or "\0") in after:
         return None
     return str(after.strip())

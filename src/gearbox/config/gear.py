@@ -27,6 +27,7 @@ from gearbox.config.gear_keys import (
     ZERO_JSON,
     Key,
     Table,
+    key_meant,
 )
 from gearbox.config.loader import RawMapping, read_text, read_yaml
 from gearbox.config.recipe import Recipe
@@ -247,7 +248,7 @@ def _check(content: RawMapping, table: Table, group: str = "") -> tuple[RawMappi
     for key, value in content.items():
         name, known = f"{group}{key}", table.get(key)
         if known is None:
-            problems.append((name, f"unknown key{nearest(str(key), list(table))}"))
+            problems.append((name, f"unknown key{key_meant(str(key), table)}"))
         elif isinstance(known, Key):
             if text := None if value is None and not group else known.problem(value):  # null at the top means absent
                 problems.append((name, text))

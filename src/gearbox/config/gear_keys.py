@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from gearbox.errors import shown
+from gearbox.errors import did_you_mean, nearest, shown
 
 Effect = Literal["honoured", "refused", "without effect"]
 
@@ -65,6 +65,13 @@ class Key(NamedTuple):
 
 
 Table = Mapping[str, "Key | Table"]
+
+
+def key_meant(name: str, table: Table) -> str:
+    """Return `; did you mean 'group.key'?` for a key that the table has with a prefix or in a group, or nearly has."""
+    groups = [(group, keys) for group, keys in table.items() if not isinstance(keys, Key)]
+    inside = [f"{group}.{key}" for group, keys in groups for key in keys if f"_{key}".endswith(f"_{name}")]
+    return did_you_mean([key for key in table if key.endswith(f"_{name}")] + inside) or nearest(name, list(table))
 
 
 def honoured(values: Values, text: str = "") -> Key:

@@ -62,7 +62,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}; save it as UTF-8") from None
 
 
 def read_yaml(path: Path) -> RawMapping:
@@ -285,8 +285,8 @@ def _missing_data(key: str, path: str) -> list[str]:
     if path == BUILTIN_TASKS or is_url(path):
         return []
     if found := matches(path):
-        odd = [file for file in found if file.exists() and not (file.is_file() or file.is_dir())]  # such as a pipe
-        return [f"{key}: {odd[0]} is not a regular file; give a file or a folder"] if odd else []
+        odd = [file for file in found if not (file.is_file() or file.is_dir())]  # such as a pipe
+        return [f"{key}: {odd[0]} is {_kind(odd[0])}; give a file or a folder"] if odd else []
     if path.startswith("builtin:"):
         return [f"{key}: unknown built-in data {path!r}; the only built-in data is {BUILTIN_TASKS}"]
     if any(letter in path for letter in "*?["):
@@ -297,6 +297,11 @@ def _missing_data(key: str, path: str) -> list[str]:
     if is_local(path) or path.count("/") > 1:
         return [f"{key}: no such file {path!r}"]
     return []
+
+
+def _kind(path: Path) -> str:
+    """Return what a path is that is neither file nor folder."""
+    return "not a regular file" if path.exists() else "a link that leads nowhere"
 
 
 def matches(path: str) -> list[Path]:

@@ -104,6 +104,8 @@ def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
 
 def _path(text: str) -> str:
     """Return a path or an id on the Hub as it is. Raise ValueError for text that can be neither."""
+    if not text.strip():  # Path("") is the working directory
+        raise ValueError("is empty; give a path")
     try:
         names = os.fsencode(text).split(b"/")
         Path(text).expanduser()

@@ -28,9 +28,10 @@ from transformers.core_model_loading import (
 
 from gearbox import filesystem
 from gearbox.checkpoint.shards import FILE_DTYPES, file_header
+from gearbox.checks.model import INDEX
 from gearbox.distributed import pipeline_stages
 from gearbox.model import dropout
-from gearbox.model.pretrained import ADAPTER, INDEX, Pretrained
+from gearbox.model.pretrained import ADAPTER, Pretrained
 from gearbox.sharding.full_parameters import FullParameters
 from gearbox.sharding.unwrap import is_composite, without_adapter
 

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from gearbox import ROOT
-from gearbox.checks.model import known_token
+from gearbox.checks.model import NO_LANGUAGE_MODEL, QUANTIZED, known_token
 from gearbox.checks.tokenizer import lacks_tokenizer
 from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
@@ -94,7 +94,7 @@ def load_config(model: Model, rehearse: bool) -> PretrainedConfig:
             ) from None
         config = Pretrained(str(shipped)).config()
     if model_class(config) is None:
-        raise UserError(f"model.name: {model.name!r} ({config.model_type}) is not a causal language model")
+        raise UserError(f"model.name: {NO_LANGUAGE_MODEL.format(model.name, config.model_type)}")
     return config
 
 
@@ -126,7 +126,7 @@ def load(
     model = _load_weights(config, settings, source, options, stage)
     _check_saving(model, Pretrained.of(settings, source))
     if trains_all and getattr(model, "is_quantized", False):
-        raise UserError(f"model.name: the weights of {source!r} are quantized; set adapter.method=lora to freeze them")
+        raise UserError(f"model.name: {QUANTIZED.format(source)}")
     if recipe.perf.kernels == "liger":
         libraries.use_liger(model)
     if recipe.perf.float8:

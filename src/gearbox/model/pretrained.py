@@ -16,14 +16,14 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from gearbox.checks.model import INDEX, NO_SAFETENSORS, NO_SHARD, SINGLE
 from gearbox.checks.tokenizer import NO_TOKENIZER, lacks_tokenizer
 from gearbox.config.adapter_settings import WEIGHTS
 from gearbox.config.recipe import Model
 from gearbox.errors import UserError, one_line, one_line_with_type
 from gearbox.filesystem import MAX_JSON_BYTES, read_json_object
 
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
-TOKENIZER = "tokenizer.json"
+ADAPTER, TOKENIZER = "adapter_config.json", "tokenizer.json"
 # Files that transformers reads in full: one with another content is named, before a library fails on it.
 SMALL_FILES = (
     "config.json",
@@ -157,7 +157,7 @@ class Pretrained:
                     f"{path} names {str(name)[:100]!r}; it may name only safetensors files in the same folder"
                 )
             if self.folder is not None and not (self.folder / name).is_file():
-                raise self.refuse(f"{path} names {name}, which is not in the folder; download or copy it again")
+                raise self.refuse(NO_SHARD.format(path, name))
         return sorted(set(names.values()))
 
     def _find(self, name: str) -> Path | None:
@@ -202,10 +202,7 @@ class Pretrained:
         if isinstance(error, SafetensorError):
             return self.refuse(self._damaged_file())
         if "safetensors" in str(error) and not (self.folder and any(self.folder.glob("*.safetensors"))):
-            return self.refuse(
-                f"{name!r} has no safetensors weights, and pickled weights could run code; convert them in a sandbox "
-                "with AutoModelForCausalLM.from_pretrained(..., use_safetensors=False).save_pretrained(FOLDER)"
-            )
+            return self.refuse(NO_SAFETENSORS.format(name))
         offline = any(isinstance(cause, LocalEntryNotFoundError | ConnectionError) for cause in causes)
         if self.folder is None and (offline or any(word in str(error).lower() for word in ("connect", "offline"))):
             return self.refuse(

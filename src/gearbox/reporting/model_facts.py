@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from gearbox import ROOT
+from gearbox.checks.model import NO_LANGUAGE_MODEL
 from gearbox.config.adapter_settings import SavedAdapter, read_adapter_config
 from gearbox.config.loader import is_local
 from gearbox.config.recipe import Data
@@ -133,7 +134,7 @@ def _read_config(origin: Pretrained) -> Found:
         note = f"The model comes with {_code_of(raw)}. Read that, then add trust_remote_code: true to model."
         return Found(raw, None, f"{note} The chat template was not read, and the sizes are estimates.")
     if model_class(config) is None:
-        raise UserError(f"MODEL: {origin.name!r} ({config.model_type}) is not a causal language model")
+        raise UserError(f"MODEL: {NO_LANGUAGE_MODEL.format(origin.name, config.model_type)}")
     return Found(raw, config)
 
 
@@ -211,7 +212,7 @@ def _with_template(facts: ModelFacts, tokenizer: PreTrainedTokenizerFast, data: 
     """Return the facts with the chat template to use, and the token that ends a turn."""
     if not tokenizer.chat_template:
         if _are_texts(data):
-            return replace(facts, template="text", ends=str(tokenizer.eos_token))
+            return replace(facts, template="text", ends=tokenizer.eos_token or "")
         known = tokenizer.get_vocab()
         added = tuple(mark for mark in CHATML_MARKS if mark not in known)
         return replace(facts, template="chatml", ends=CHATML_MARKS[1], added=added)

@@ -153,6 +153,7 @@ def about_template(facts: ModelFacts) -> str:
     if facts.template == "unread":
         return ""
     if facts.template == "text":
-        return f"Documents are plain text. {facts.ends} ends each."
+        ends = f"{facts.ends} ends each." if facts.ends else "The tokenizer has no token that ends one."
+        return f"Documents are plain text. {ends}"
     whose = "the tokenizer's own" if facts.template == "own" else "the one in data, as the tokenizer has none"
     return f"Chat template: {whose}." + (f" {facts.ends} ends a turn." if facts.ends else "")

@@ -21,6 +21,7 @@ SCHEMA = ROOT / "recipes" / "schema.json"
 GROUPS = ("model", "perf", "adapter", "data", "batch", "optim", "schedule", "train", "eval", "save", "run")
 MAX_COLUMNS, MAX_SHOWN = 120, 60
 GB, MB = 10**9, 10**6
+MAX_PLAIN = 10**6  # a larger number is shorter with an exponent
 # Text that YAML 1.1 and 1.2 may both read as text without quotes.
 PLAIN = r"[A-Za-z_/.~][A-Za-z0-9_./~%+:-]*|[0-9.]+%"
 
@@ -46,6 +47,8 @@ def scalar(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
+        if value.is_integer() and abs(value) < MAX_PLAIN:  # a key that takes 3.0 also takes 3
+            return str(int(value))
         return format(Decimal(repr(value)).normalize(), "e") if 0 < value < 1e-2 else repr(value)
     if not isinstance(value, str):
         return str(value)
