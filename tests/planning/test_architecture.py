@@ -32,6 +32,8 @@ PUBLISHED = {
     "microsoft/phi-4": 14_659_507_200,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
 }
+LLAMA = read_config(Model(name="meta-llama/Llama-3.1-8B-Instruct"))
+MIXTURE = read_config(Model(name="Qwen/Qwen3-30B-A3B"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -68,12 +70,19 @@ def test_a_composite_model_is_planned_by_its_text():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model_type": "qwen9"}, "no closed form; did you mean 'qwen3'?"),
-        ({}, "the family None has no closed form"),
+        ({"model_type": "qwen9"}, "the family 'qwen9' has no closed form; run src/plan.py with --simulate"),
+        ({"model_type": "a\nb"}, r"the family 'a\nb' has no closed form"),
+        ({}, "config.json has no model_type"),
+        ({"model_type": ["llama"]}, "config.json has no model_type"),
         ({"model_type": "llama"}, "config.json has no 'hidden_size'"),
         ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size is '4096', not a positive whole number"),
         ({"model_type": "llama", "hidden_size": -1}, "hidden_size is -1"),
         ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, above 1,000"),
+        (LLAMA | {"intermediate_size": [1] * 999}, "intermediate_size is [1, 1, 1, 1, 1, 1, ...], not a positive"),
+        (MIXTURE | {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, above 128"),
+        (MIXTURE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (MIXTURE | {"mlp_only_layers": 5}, "mlp_only_layers is 5, not a list"),
     ],
 )
 def test_a_wrong_config_is_one_line(content, message):
@@ -99,6 +108,7 @@ def test_the_config_is_read_from_the_hubs_cache(tmp_path, monkeypatch):
     (folder / "snapshots" / "abc" / "config.json").write_text('{"model_type": "llama"}')
     assert read_config(Model(name="me/mine")) == {"model_type": "llama"}
     assert read_config(Model(name="me/other")) is None
-    (folder / "snapshots" / "abc" / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="must be a mapping"):
-        read_config(Model(name="me/mine"))
+    for text, message in (("[]", "must be a mapping"), ("[" * 10**5, "is not JSON"), ("{", "is not JSON")):
+        (folder / "snapshots" / "abc" / "config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_config(Model(name="me/mine"))

@@ -13,6 +13,10 @@ from support.published import PUBLISHED, sharded, table
 from support.simulations import job_of
 
 SHAPE = Architecture.of(read_config(Model(name="Qwen/Qwen2.5-7B-Instruct")))
+SMALL_GEMMA = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 999,
+    "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
 FULL = Setup("full", 4096, checkpointing="full")
 
 
@@ -50,6 +54,31 @@ def test_terms_add_up_to_the_peak():
     assert sum(found.terms.values()) == found.peak_bytes
     assert min(found.terms.values()) >= 0
     assert found.state_bytes <= found.allocated_bytes < found.peak_bytes
+
+
+def test_adapted_experts_are_trained_and_made_for_each_pass():
+    """PEFT adds the product of both adapters to all experts of a layer: with 128 experts that is much memory."""
+    mixture = Architecture.of(read_config(Model(name="Qwen/Qwen3-30B-A3B")))
+    whole, attention = (
+        predicted(mixture, Setup("lora", 4096, adapter=(16, names))) for names in (None, ("q_proj", "v_proj"))
+    )
+    of_experts = 3 * 128 * 768 * 2048
+    assert whole.terms["activations"] - attention.terms["activations"] > 48 * 2 * of_experts
+    of_one = 32 * (2048 + 2 * 768) + 16 * (768 + 2048)
+    assert whole.state_bytes - attention.state_bytes > 48 * 16 * 128 * of_one
+
+
+def test_attention_without_sdpa_keeps_scores():
+    gemma = Architecture.of({"model_type": "gemma2", **SMALL_GEMMA})
+    kept = [predicted(gemma, Setup("lora", 4096, row_tokens=row)).terms["activations"] for row in (2048, 4096)]
+    assert kept[1] - kept[0] == pytest.approx(8 * 2 * 8 * 4096 * 2048, rel=0.01)
+
+
+def test_a_tied_embedding_adds_gradients_at_the_end():
+    small = {**SMALL_GEMMA, "model_type": "llama", "vocab_size": 256_000}
+    tied = predicted(Architecture.of({**small, "tie_word_embeddings": True}), Setup("full", 256))
+    assert tied.moment == "the backward pass of the embedding"
+    assert tied.terms["head"] == 3 * 4 * 256_000 * 512
 
 
 def test_a_pipeline_is_as_large_as_its_largest_stage():

@@ -72,7 +72,7 @@ def test_the_first_method_that_fits_is_chosen(sizes, gpus, method, expected):
         ("meta-llama--Llama-3.3-70B-Instruct", "2x80GB", None, ("qlora", "ddp", 2048, "none")),
         ("meta-llama--Llama-3.3-70B-Instruct", "16xH100", None, ("lora", "fsdp", 2048, "none")),
         ("Qwen--Qwen2.5-32B-Instruct", "1x24GB", None, ("qlora", "single", 1024, "full")),
-        ("mistralai--Mixtral-8x7B-Instruct-v0.1", "8xH100", None, ("lora", "fsdp", 2048, "none")),
+        ("mistralai--Mixtral-8x7B-Instruct-v0.1", "8xH100", None, ("lora", "fsdp", 2048, "full")),
     ],
 )
 def test_the_plan_decides_where_the_family_has_a_closed_form(model, gpus, method, expected):

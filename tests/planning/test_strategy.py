@@ -33,13 +33,19 @@ def planned(recipe: str, gpu: str, num_gpus: int, *overrides: str, machines: int
         ("fsdp_2gpu", "80GB", 2, (), "fsdp"),
         ("fsdp_2gpu", "24GB", 2, (), "fsdp_offload"),
         ("fsdp_2gpu", "H100", 8, ("model.name=meta-llama/Llama-3.3-70B-Instruct",), "fsdp_offload"),
-        ("ddp_4gpu", "H100", 8, ("model.name=Qwen/Qwen3-30B-A3B",), "ddp"),
+        ("ddp_4gpu", "H100", 8, ("model.name=Qwen/Qwen3-30B-A3B",), "zero1"),
     ],
 )
 def test_the_chosen_gear(recipe, gpu, num_gpus, overrides, gear):
     _, found, _ = planned(recipe, gpu, num_gpus, *overrides)
     assert (found[0].gear.name, found[0].fits) == (gear, True)
     assert strategy.reason(found[0], found)
+
+
+def test_a_gear_that_offloads_says_what_each_machine_needs():
+    _, found, _ = planned("fsdp_2gpu", "H100", 8, "model.name=meta-llama/Llama-3.1-405B-Instruct", machines=2)
+    assert found[0].gear.offload and found[0].host_bytes == found[0].prediction.host_bytes / 2
+    assert f"each machine needs {found[0].host_bytes / GIB:,.0f} GiB of it" in strategy.reason(found[0], found)
 
 
 def test_every_gear_is_planned_or_refused_with_a_reason():
@@ -105,6 +111,8 @@ def test_experts_that_ranks_divide_are_not_sent():
 
 def test_gpus_are_named_loosely_and_wrong_names_are_explained():
     assert gpu_named("a100-80gb") is gpu_named("A100 80GB") is gpu_named("A100")
+    assert gpu_named("4090") is gpu_named("RTX 4090")
+    assert gpu_named("H100 80GB") is gpu_named("H100-SXM") is gpu_named("H100")
     devices = {"NVIDIA A100-SXM4-80GB": "A100-80GB", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100-PCIe"}
     assert {device: kind_of(device).name for device in devices} == devices
     assert kind_of("Unheard-of") is None

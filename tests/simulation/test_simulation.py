@@ -13,6 +13,8 @@ from gearbox.distributed import engine as engines
 from gearbox.errors import UserError
 from gearbox.kernels import head
 from gearbox.model.random_init import shrink_config
+from gearbox.planning.architecture import Architecture
+from gearbox.planning.memory import predict
 from gearbox.simulation.simulate import simulate
 from support.held import at_second_step
 from support.simulations import config_of, job_of, simulated
@@ -151,7 +153,33 @@ def test_families_that_no_file_names(tokenizer, family):
     assert sum(found["terms"].values()) == found["peak_bytes"] > 0
 
 
+SHAPE = {
+    "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000, "pad_token_id": 0,
+    "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+LORA = ("adapter.method=lora", "adapter.r=16")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("gemma2", ()), ("gemma2", LORA), ("gpt_oss", LORA), ("glm4", LORA), ("starcoder2", LORA), ("olmoe", LORA)],
+)
+def test_the_closed_form_knows_layers_that_our_kernels_do_not(family, overrides):
+    """Attention without sdpa keeps scores; experts and fused MLPs keep all that they compute."""
+    head_size = {} if family == "olmoe" else {"head_dim": 128}
+    config = AutoConfig.for_model(family, **SHAPE, **head_size).to_dict()
+    job = job_of("fsdp_2gpu", "single", 1, "perf.checkpointing=none", *overrides)
+    closed = predict(Architecture.of(config), job).allocated_bytes
+    assert closed == pytest.approx(simulated(job, config)["peak_bytes"], rel=0.06)
+
+
 @pytest.mark.parametrize("gear", ["zero3", "pp", "fsdp_tp"])
 def test_a_gear_that_cannot_be_simulated_is_refused(gear):
     with pytest.raises(UserError, match=f"plan: {gear}: .*the closed form covers it"):
         simulate(job_of("tiny", gear), {})
+
+
+def test_a_model_that_does_not_continue_text_is_refused():
+    with pytest.raises(UserError, match="t5 is not a model that continues text"):
+        simulate(job_of("tiny", "single"), AutoConfig.for_model("t5").to_dict())

@@ -16,12 +16,18 @@ from typing import Any
 
 from gearbox import ROOT
 from gearbox.config.recipe import Model
-from gearbox.errors import UserError, nearest
+from gearbox.errors import UserError, one_line, shown
 
 Config = Mapping[str, Any]
 """The content of a config.json."""
 ARCHITECTURES = ROOT / "recipes" / "architectures"
 KNOWN = sorted(ARCHITECTURES.glob("*.json"))
+MOST, MOST_LAYERS = 10**7, 1000
+"""More than any model has: of tokens or features, and of layers."""
+
+
+class NoClosedForm(UserError):
+    """The family of a model is none of FAMILIES."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,10 @@ class Family:
     mlp_bias: bool | str = False
     is_gated: bool = True
     """True if a gate multiplies the hidden part of the MLP."""
-    is_fused: bool = False
-    """True if queries, keys and values are one matrix, and gate and up another."""
+    fuses_attention: bool = False
+    """True if queries, keys and values are one matrix."""
+    fuses_mlp: bool = False
+    """True if gate and up are one matrix."""
     num_norms: int = 2
     """Norms of a layer over the width, not counting those of queries and keys."""
     norms_outputs: bool = False
@@ -47,6 +55,12 @@ class Family:
     """Norms of queries and keys: over each `head`, over `all` heads, or none."""
     expert_bias: bool = False
     """Biases of experts and router, and a learned sink for each head, as in gpt-oss."""
+    adapts_experts: bool = False
+    """True if PEFT's all-linear also adapts experts and router."""
+    score_bytes: int = 0
+    """Bytes that attention keeps for each pair of tokens of a row, if the family has no sdpa."""
+    cap_bytes: int = 0
+    """Bytes that a cap adds to each logit of a chunk."""
     defaults: Config = field(default_factory=dict)
     """Values of keys that a config.json may lack."""
 
@@ -57,23 +71,32 @@ FAMILIES = {
     "arcee": replace(_BIASES, mlp_bias="mlp_bias", is_gated=False),
     "exaone4": Family(norms_outputs=True, qk_norm="head"),
     "gemma": replace(_BIASES, defaults=_GEMMA),
-    "gemma2": replace(_BIASES, num_norms=4, defaults=_GEMMA),
+    "gemma2": replace(_BIASES, num_norms=4, score_bytes=8, cap_bytes=8, defaults=_GEMMA),
     "gemma3_text": replace(
         _BIASES, num_norms=4, qk_norm="head", defaults={**_GEMMA, "vocab_size": 262_208, "num_key_value_heads": 4}
     ),
-    "glm4": Family(qkv_bias="attention_bias", num_norms=4, defaults={"attention_bias": True, "head_dim": 128}),
+    "glm4": Family(
+        qkv_bias="attention_bias", fuses_mlp=True, num_norms=4, defaults={"attention_bias": True, "head_dim": 128}
+    ),
     "gpt_oss": replace(
-        _BIASES, expert_bias=True, defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128}
+        _BIASES,
+        expert_bias=True,
+        score_bytes=2,
+        defaults={"attention_bias": True, "head_dim": 64, "num_local_experts": 128},
     ),
     "granite": replace(_BIASES, mlp_bias="mlp_bias"),
     "llama": replace(_BIASES, mlp_bias="mlp_bias"),
     "ministral": Family(),
     "mistral": Family(defaults={"num_key_value_heads": 8}),
-    "mixtral": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral": Family(
+        adapts_experts=True, defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    ),
     "olmo2": replace(_BIASES, norms_outputs=True, qk_norm="all"),
     "olmo3": replace(_BIASES, norms_outputs=True, qk_norm="all"),
-    "olmoe": replace(_BIASES, qk_norm="all", defaults={"num_experts": 64, "num_experts_per_tok": 8}),
-    "phi3": Family(is_fused=True),
+    "olmoe": replace(
+        _BIASES, qk_norm="all", adapts_experts=True, defaults={"num_experts": 64, "num_experts_per_tok": 8}
+    ),
+    "phi3": Family(fuses_attention=True, fuses_mlp=True),
     "qwen2": Family(qkv_bias=True),
     "qwen2_moe": Family(
         qkv_bias="qkv_bias",
@@ -84,6 +107,7 @@ FAMILIES = {
     "qwen3_moe": replace(
         _BIASES,
         qk_norm="head",
+        adapts_experts=True,
         defaults={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
     "seed_oss": Family(
@@ -162,13 +186,14 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Config) -> Architecture:
-        """Return the shapes for the content of a config.json. Raise UserError if the family has no closed form."""
+        """Return the shapes for the content of a config.json. Raise NoClosedForm for a family that has none."""
         config = text_config(config)
-        name = str(config.get("model_type"))
+        name = config.get("model_type")
+        if not isinstance(name, str):
+            raise UserError("model.name: config.json has no model_type; add it, or download the file again")
         if name not in FAMILIES:
-            raise UserError(
-                f"model.name: the family {name} has no closed form{nearest(name, list(FAMILIES))}; run src/plan.py "
-                "with --simulate"
+            raise NoClosedForm(
+                f"model.name: the family {shown(name)} has no closed form; run src/plan.py with --simulate"
             )
         style = FAMILIES[name]
         given = {**style.defaults, **{key: value for key, value in config.items() if value is not None}}
@@ -176,13 +201,13 @@ class Architecture:
             return cls._read(name, style, given)
         except KeyError as error:
             raise UserError(f"model.name: config.json has no {error}; add it, or download the file again") from None
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise UserError(f"model.name: config.json: {error}; download the file again") from None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"model.name: config.json: {error}; correct it, or download the file again") from None
 
     @classmethod
     def _read(cls, name: str, style: Family, given: Config) -> Architecture:
-        numbers = {key: _count(given, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
-        width, heads, num_layers = numbers["hidden_size"], numbers["num_attention_heads"], numbers["num_hidden_layers"]
+        width, heads = _count(given, "hidden_size"), _count(given, "num_attention_heads")
+        num_layers = _count(given, "num_hidden_layers", MOST_LAYERS)
         experts = _experts(given, style)
         return cls(
             family=name,
@@ -206,7 +231,7 @@ class Architecture:
         """The matrices of a layer's attention."""
         style, queries, keys = self.style, self.heads * self.head_size, self.key_heads * self.head_size
         bias, output = bool(style.qkv_bias), Matrix("o_proj", queries, self.width, bool(style.output_bias))
-        if style.is_fused:
+        if style.fuses_attention:
             return Matrix("qkv_proj", self.width, queries + 2 * keys, bias), output
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         return *(Matrix(name, self.width, size, bias) for name, size in sizes.items()), output
@@ -224,7 +249,7 @@ class Architecture:
 
     def _mlp(self, size: int) -> tuple[Matrix, ...]:
         bias, down = bool(self.style.mlp_bias), Matrix("down_proj", size, self.width, bool(self.style.mlp_bias))
-        if self.style.is_fused:
+        if self.style.fuses_mlp:
             return Matrix("gate_up_proj", self.width, 2 * size, bias), down
         names = ("gate_proj", "up_proj") if self.style.is_gated else ("up_proj",)
         return *(Matrix(name, self.width, size, bias) for name in names), down
@@ -285,8 +310,8 @@ def read_config(model: Model) -> Config | None:
         if path.is_file():
             try:
                 content = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path}: is not JSON ({error}); download it again") from None
+            except (OSError, ValueError, RecursionError) as error:
+                raise UserError(f"{path}: is not JSON ({one_line(error, 100)}); download it again") from None
             if not isinstance(content, dict):
                 raise UserError(f"{path}: must be a mapping; download it again")
             return content
@@ -333,22 +358,28 @@ def _decided(style: Family, given: Config) -> Family:
 
 
 def _experts(given: Config, style: Family) -> Experts | None:
-    name = next((name for name in ("num_local_experts", "num_experts") if name in given), None)
+    """Return the experts of a family that has them. Other families may carry the keys of a common base config."""
+    name = next((name for name in ("num_local_experts", "num_experts") if name in style.defaults), None)
     if name is None or not given[name]:
         return None
-    width = "moe_intermediate_size" if "moe_intermediate_size" in given else "intermediate_size"
-    return Experts(_count(given, name), _count(given, "num_experts_per_tok"), _count(given, width), style.expert_bias)
+    width = "moe_intermediate_size" if "moe_intermediate_size" in style.defaults else "intermediate_size"
+    count = _count(given, name)
+    return Experts(count, _count(given, "num_experts_per_tok", count), _count(given, width), style.expert_bias)
 
 
 def _num_sparse(given: Config, num_layers: int) -> int:
     """Return the number of layers with experts."""
-    step, dense = int(given.get("decoder_sparse_step", 1)), given.get("mlp_only_layers") or []
+    step, dense = _count({"decoder_sparse_step": 1, **given}, "decoder_sparse_step"), given.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"mlp_only_layers is {shown(dense)}, not a list")
     return sum((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
 
 
-def _count(given: Config, key: str) -> int:
-    """Return a positive whole number of config.json. Raise ValueError for anything else."""
+def _count(given: Config, key: str, most: int = MOST) -> int:
+    """Return a whole number of config.json from 1 to `most`. Raise ValueError for anything else."""
     value = given[key]
     if type(value) is not int or value < 1:
-        raise ValueError(f"{key} is {value!r}, not a positive whole number")
+        raise ValueError(f"{key} is {shown(value)}, not a positive whole number")
+    if value > most:
+        raise ValueError(f"{key} is {shown(value)}, above {most:,}")
     return value

@@ -51,7 +51,8 @@ GPUS = [
     Gpu("B200", 183_359 * 2**20, 2250, 8000, 900, 10.0, NVIDIA + "dgx-b200/"),
 ]
 NAMES = {gpu.name.lower(): gpu for gpu in GPUS} | {"a100": GPUS[12], "a100-40g": GPUS[11], "a100-80g": GPUS[12]}
-NAMES["h100-80gb"] = GPUS[13]
+NAMES |= {gpu.name.lower().removeprefix("rtx-"): gpu for gpu in GPUS}
+NAMES |= dict.fromkeys(("h100-80gb", "h100-sxm"), NAMES["h100"])
 NETWORK = 25.0  # 10^9 bytes a second to other machines for each GPU: a 200 Gbit/s adapter
 HOST_LINK = 25.0  # 10^9 bytes a second between a GPU and host memory: PCIe 4.0 x16, less its overhead
 

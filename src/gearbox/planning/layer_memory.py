@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
-from gearbox.planning.architecture import Architecture, Matrix
+from gearbox.planning.architecture import Architecture, Experts, Matrix
 
 BF16, FP32 = 2, 4  # bytes of a number
 NUM_LOGITS, NUM_LOGITS_ON_CPU = 2**26, 2**24  # that kernels/head.py computes at one time
@@ -63,6 +63,8 @@ class Setup:
     """Ranks that divide the layers."""
     in_flight: int = 1
     """Micro-batches whose activations a rank holds: under a pipeline at most the number of stages."""
+    row_tokens: int = 0
+    """Tokens that attend to each other."""
     key_tokens: int = 0
     """Tokens of the complete rows whose keys and values a rank gathers, if ranks share each row."""
     num_ranks: int = 1
@@ -106,6 +108,7 @@ class Setup:
             tp=gear.degree("tp"),
             stages=stages,
             in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
+            row_tokens=row_tokens,
             key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
             num_ranks=gear.num_processes,
             num_replicas=gear.degree("dp_replicate"),
@@ -169,10 +172,13 @@ class Layer:
 
     @property
     def inner(self) -> int:
-        """I: features inside the MLP, or inside the experts that compute a token."""
-        experts = self.shape.experts if self.is_sparse else None
-        inside = self.shape.mlp_width if experts is None else experts.width * experts.chosen + self.shape.shared_width
-        return inside // self.setup.tp
+        """I: features inside the MLP, or inside the expert that computes every token."""
+        return (self.shape.shared_width if self.is_sparse else self.shape.mlp_width) // self.setup.tp
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of a sparse layer."""
+        return self.shape.experts if self.is_sparse else None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -193,8 +199,7 @@ class Layer:
     @property
     def gathered_weights(self) -> int:
         """The number of weights that a rank gathers: of experts that ranks divide, those of its part."""
-        experts = self.shape.experts if self.is_sparse else None
-        divided = experts.num_weights(self.shape.width) if experts is not None else 0
+        divided = self.experts.num_weights(self.shape.width) if self.experts is not None else 0
         own = divided // self.setup.ep if self.setup.ep < self.setup.shares.weights else 0
         return self.num_weights - (divided - own if self.setup.ep > 1 else 0)
 
@@ -203,7 +208,25 @@ class Layer:
         """The number of weights of the adapters."""
         rank, _ = self.setup.adapter
         magnitudes = "dora" in self.setup.method
-        return sum(rank * (one.inputs + one.outputs) + magnitudes * one.outputs for one in self.adapted)
+        return self.expert_adapter_weights + sum(
+            rank * (one.inputs + one.outputs) + magnitudes * one.outputs for one in self.adapted
+        )
+
+    @property
+    def expert_adapter_weights(self) -> int:
+        """The number of weights of the adapters of experts and router. That of gate and up has twice the rank."""
+        if self.experts is None or not self.adapts_experts:
+            return 0
+        width, inner, count = self.shape.width, self.experts.width, self.experts.count
+        of_one = 2 * (width + 2 * inner) + inner + width
+        return self.setup.adapter[0] * (count * of_one + width + count)
+
+    @property
+    def adapts_experts(self) -> bool:
+        """True if the adapter changes experts."""
+        _, names = self.setup.adapter
+        is_named = names is None or not {"down_proj", "w2"}.isdisjoint(names)
+        return is_named and self.is_sparse and self.shape.style.adapts_experts and not self.setup.trains_all
 
     @property
     def trained(self) -> int:
@@ -218,7 +241,7 @@ class Layer:
         style, names = self.shape.style, {self.shape.attention[-1].name}
         if style.norms_outputs:
             names |= {one.name for one in self.matrices[:-1]}
-        if style.is_fused or not style.is_gated:
+        if style.fuses_mlp or not style.is_gated:
             names.add(self.matrices[-1].name)
         return sum(one.num_weights for one in self.matrices if one.name in names) // self.setup.tp
 
@@ -229,6 +252,8 @@ class Layer:
             return self.kept_without_kernels()
         normed = style.num_norms if style.norms_outputs else style.num_norms - 2  # outputs of attention and MLP
         norms = 2 * setup.stream * shape.width + normed * self.setup.compute * shape.width + FP32 * style.num_norms
+        if style.norm_parts == 2:  # our kernels know no norm with a bias
+            norms += self.setup.compute * style.num_norms * shape.width
         if style.norms_outputs and setup.stream == FP32:  # each matrix keeps its own cast of its input
             norms += (self.setup.compute * (len(self.matrices) - 2) - 2 * FP32) * shape.width
         heads, copies = shape.heads, 2
@@ -236,11 +261,27 @@ class Layer:
             heads, copies = heads + shape.heads + shape.key_heads, 3
         attention = self.setup.compute * copies * (self.queries + self.keys) + FP32 * heads // setup.tp
         inner = self.setup.compute * self.inner * (2 if style.is_gated else 1)
-        if style.is_fused:  # the parts of a product keep all of it, and the MLP all that it computes
+        if style.fuses_attention:  # the parts of a product keep all of it
             attention += self.setup.compute * (self.queries + self.keys)
+        if style.fuses_mlp or not style.is_gated:  # our kernel knows no such MLP, which keeps all that it computes
             inner *= 2
         low = self.setup.compute * setup.adapter[0] * len(self.adapted)
-        return norms + attention + inner + low + self.kept_inputs()
+        return norms + attention + inner + low + self.kept_inputs() + self.kept_scores() + self.kept_by_experts()
+
+    def kept_scores(self) -> int:
+        """Return the bytes of a token that attention without sdpa keeps: scores, and keys and values for each head."""
+        if not self.shape.style.score_bytes:
+            return 0
+        scores = self.shape.style.score_bytes * self.shape.heads // self.setup.tp
+        return scores * min(self.setup.row_tokens, self.setup.num_tokens) + 2 * self.setup.compute * self.queries
+
+    def kept_by_experts(self) -> int:
+        """Return the bytes of a token that its experts keep: for each its input, its output and what is inside."""
+        if self.experts is None:
+            return 0
+        parts = 7 if self.experts.has_bias else 4
+        inside = parts * self.experts.width // self.setup.tp
+        return self.setup.compute * self.experts.chosen * (2 * self.shape.width + inside)
 
     def kept_inputs(self) -> int:
         """Return the bytes of a token that matrices keep of their inputs. Our kernels know none that tp divides.
@@ -254,7 +295,7 @@ class Layer:
             by_rows = (self.shape.attention[-1].name, self.matrices[-1].name)
             return setup.compute * sum(one.inputs // (setup.tp if one.name in by_rows else 1) for one in self.adapted)
         copies = len(self.matrices) - 2 if setup.stream == FP32 and not style.norms_outputs else 2
-        return setup.compute * (width * copies + self.inner * (style.is_gated and not style.is_fused))
+        return setup.compute * (width * copies + self.inner * (style.is_gated and not style.fuses_mlp))
 
     def kept_without_kernels(self) -> int:
         """Return the same for the family's own modules. Their norms compute in fp32, and MLPs keep four results.
@@ -270,12 +311,15 @@ class Layer:
         attention += of_norm * states if style.qk_norm else 0
         attention += self.setup.compute * self.queries if adapters else 0
         inner = self.setup.compute * self.inner * (4 if style.is_gated else 2)
-        return norms + attention + inner + self.setup.compute * setup.adapter[0] * len(self.adapted)
+        inner += self.setup.compute * setup.adapter[0] * len(self.adapted)
+        return norms + attention + inner + self.kept_scores() + self.kept_by_experts()
 
     def kept_for_products(self) -> int:
         """Return the bytes of a token that selective checkpointing keeps: the input, and all products and attention."""
         shape, gates = self.shape, 2 if self.shape.style.is_gated else 1
         outputs = 2 * self.queries + 2 * self.keys + 2 * shape.width + gates * self.inner
+        if self.experts is not None:
+            outputs += self.experts.chosen * (shape.width + 2 * self.experts.width // self.setup.tp)
         low = self.setup.adapter[0] * len(self.adapted)
         return (
             self.setup.stream * shape.width + self.setup.compute * (outputs + low) + FP32 * shape.heads // self.setup.tp
@@ -291,8 +335,9 @@ class Layer:
         return setup.num_tokens * setup.stream * self.shape.width if setup.checkpointing == "full" else 0
 
     def cast(self) -> int:
-        """Return the bytes of the trained weights that autocast has cast to bf16."""
-        return self.setup.cast_bytes * self.trained
+        """Return the bytes of weights that are made for a pass: those that autocast has cast, and adapted experts."""
+        adapted = self.experts.num_weights(self.shape.width) if self.experts is not None and self.adapts_experts else 0
+        return self.setup.cast_bytes * self.trained + self.setup.compute * adapted
 
     def gathered_keys(self) -> int:
         """Return the bytes of the keys and values of complete rows, if ranks share each row."""

@@ -60,6 +60,11 @@ def predicted(shape: Architecture, setup: Setup) -> Prediction:
     return replace(max(parts, key=lambda part: part.peak_bytes), host_bytes=host, checkpoint_bytes=checkpoint)
 
 
+def allowance(step_bytes: int, num_ranks: int) -> int:
+    """Return what CUDA, NCCL and the allocator take, if a step takes so many bytes in addition to the state."""
+    return CONTEXT + (COMMUNICATION if num_ranks > 1 else 0) + round(FRAGMENTATION * step_bytes)
+
+
 Moment = dict[str, float]
 """The bytes of each of TERMS that a moment adds to what a rank always holds."""
 
@@ -149,7 +154,7 @@ class Part:
         buffers = 1 if self.shape.is_tied else 2  # the collective of a tied weight ended long before
         return {
             "activations": self.kept() + self.in_autocast(),
-            "head": states + chunk * (setup.compute + in_fp32) + gradient + casts,
+            "head": states + chunk * (setup.compute + in_fp32 + self.shape.style.cap_bytes) + gradient + casts,
             "gathered": buffers * setup.compute * self.head_weights if setup.gathers else 0,
         }
 
@@ -236,6 +241,13 @@ class Part:
             gathered = summed + (FP32 + setup.compute) * embedding
         return {"activations": last.kept() + last.backward(), "gathered": gathered}
 
+    def in_embedding(self) -> Moment:
+        """Return what is added while the embedding's gradient is added to that of a tied head and to earlier ones."""
+        if not (self.setup.trains_all and self.setup.cast_bytes and self.has_embedding):
+            return {}
+        copies = self.setup.accumulates + 2 * (self.shape.is_tied and self.has_head)
+        return {"activations": self.in_states(), "head": copies * FP32 * self.shape.embedding_weights / self.setup.tp}
+
     def predict(self) -> Prediction:
         """Return the memory at the moment when the rank holds most."""
         held = self.held()
@@ -247,6 +259,7 @@ class Part:
             "the backward pass of a layer": (early, self.in_next_layer()),
             "the reduction of the head's gradient": (early, self.in_reduction()),
             "the end of the backward pass": (held, self.at_the_end()),
+            "the backward pass of the embedding": (held, self.in_embedding()),
         }
         sums = {
             name: {term: base.get(term, 0) + added.get(term, 0) for term in TERMS}
@@ -255,7 +268,7 @@ class Part:
         moment = max(sums, key=lambda name: sum(sums[name].values()))
         terms = {term: round(count) for term, count in sums[moment].items()}
         step = terms["activations"] + terms["head"] + terms["gathered"]
-        terms["allowance"] = CONTEXT + (COMMUNICATION if self.setup.num_ranks > 1 else 0) + round(FRAGMENTATION * step)
+        terms["allowance"] = allowance(step, self.setup.num_ranks)
         return Prediction(
             terms=terms,
             moment=moment,

@@ -40,6 +40,7 @@ def as_json(option: Option, shape: Architecture) -> Figures:
         "state_bytes": found.state_bytes,
         "loading_bytes": found.loading_bytes,
         "host_bytes": found.host_bytes,
+        "host_bytes_per_machine": round(option.host_bytes),
         "checkpoint_bytes": found.checkpoint_bytes,
         "micro_rows": batch.micro_rows,
         "accumulation_steps": batch.accumulation_steps,
@@ -47,67 +48,88 @@ def as_json(option: Option, shape: Architecture) -> Figures:
         "flops_per_token": cost.flops_per_token,
         "sent_bytes_per_token": cost.sent_per_token,
         "sent_bytes_per_step": cost.sent_bytes,
+        "tokens_per_step": cost.tokens,
         "seconds_per_step": cost.seconds,
+        "seconds_per_run": option.run_seconds,
+        "price_per_run": option.price,
     }
+
+
+WIDE = 110
+"""Columns of a terminal that shows the table of gears in one piece. A pipe has no width."""
 
 
 def show_options(screen: Screen, found: list[Option], shape: Architecture, has_memory: bool) -> None:
     """Print a table of gears: what a GPU holds at its peak, in GiB, and what a step takes."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
     has_time = any(option.cost.seconds is not None for option in found)
-    headings = [*(HEADINGS[term] for term in TERMS), "peak"]
-    headings += ["fits", "largest\nmicro_rows"] if has_memory else []
-    headings += ["sent a\nstep", "time a\nstep"] if has_time else ["sent a\nstep"]
-    table.add_column("gear", no_wrap=True, vertical="bottom")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for option in found:
-        prediction, cost = option.prediction, option.cost
-        cells = [option.gear.name, *(gib(prediction.terms[term]) for term in TERMS), gib(prediction.peak_bytes)]
-        if has_memory:
-            largest = option.largest_micro_rows(shape)
-            cells += ["yes" if option.fits else "no", str(largest) if largest else "-"]
-        cells.append(gib(cost.sent_bytes))
-        if has_time:
-            cells.append("-" if cost.seconds is None else duration(cost.seconds))
-        table.add_row(*cells, style="" if option.fits or not has_memory else "dim")
+    terms, rest = [HEADINGS[term] for term in TERMS], ["peak", "fits", "largest\nmicro_rows"][: 3 if has_memory else 1]
+    rest += ["sent a\nstep", "time a\nstep"] if has_time else ["sent a\nstep"]
+    rows = [_cells(option, shape, has_memory, has_time) for option in found]
+    is_narrow = screen.is_terminal and screen.width < WIDE
+    first = len(TERMS) + 1
+    screen.width = screen.width if is_narrow else max(screen.width, WIDE)
     screen.print("what a GPU holds at the peak of a step, and sends, in GiB")
-    screen.width = max(screen.width, 110)
-    screen.print(table)
+    for headings, part in (
+        [(terms, slice(1, first)), (rest, slice(first, None))] if is_narrow else [([*terms, *rest], slice(1, None))]
+    ):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("gear", no_wrap=True, vertical="bottom")
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for option, cells in zip(found, rows, strict=True):
+            table.add_row(cells[0], *cells[part], style="" if option.fits or not has_memory else "dim")
+        screen.print(table)
+
+
+def _cells(option: Option, shape: Architecture, has_memory: bool, has_time: bool) -> list[str]:
+    """Return a row of the table of gears."""
+    prediction, seconds = option.prediction, option.cost.seconds
+    cells = [option.gear.name, *(gib(prediction.terms[term]) for term in TERMS), gib(prediction.peak_bytes)]
+    if has_memory:
+        largest = option.largest_micro_rows(shape)
+        cells += ["yes" if option.fits else "no", str(largest) if largest else "-"]
+    cells.append(gib(option.cost.sent_bytes))
+    return [*cells, "-" if seconds is None else duration(seconds)] if has_time else cells
 
 
 def show_counts(screen: Screen, best: list[Figures], has_memory: bool) -> None:
     """Print the best gear for each method and number of GPUs."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("method", "GPUs", "gear", "GiB a GPU", "fits" if has_memory else "", "time per step"):
-        table.add_column(name, justify="right" if name in ("GPUs", "GiB a GPU", "time per step") else "left")
+    has_time, has_price = (best[0][key] is not None for key in ("seconds_per_step", "price_per_run"))
+    headings = ["method", "GPUs", "gear", "GiB a GPU"] + ["fits"] * has_memory
+    headings += ["time a step"] * has_time + ["price of the run"] * has_price
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("method", "gear", "fits") else "right")
     for one in best:
-        seconds = one["seconds_per_step"]
         cells = [one["method"], str(one["num_processes"]), one["gear"], gib(one["peak_bytes"])]
-        cells += [("yes" if one["fits"] else "no") if has_memory else "", "" if seconds is None else duration(seconds)]
+        cells += ["yes" if one["fits"] else "no"] if has_memory else []
+        cells += [duration(one["seconds_per_step"])] if has_time else []
+        cells += [f"{one['price_per_run']:,.2f}"] if has_price else []
         table.add_row(*cells, style="" if one["fits"] else "dim")
     screen.print(table)
     screen.print("all gears for one number of GPUs: --gpus N" + ("" if has_memory else " --gpu NAME"))
 
 
-def show_best(screen: Screen, best: Option, machines: Machines, num_steps: int | None, price: float | None) -> None:
+def show_best(screen: Screen, best: Option) -> None:
     """Print what else a run under the chosen gear needs, and what it takes."""
-    found, cost = best.prediction, best.cost
+    found, cost, machines = best.prediction, best.cost, best.machines
     lines = {
         "peak": f"{gib(found.peak_bytes)} GiB, in {found.moment}; {gib(found.loading_bytes)} GiB while loading",
-        "host memory": f"{gib(found.host_bytes / machines.num_machines)} GiB a machine, with Python's own in addition",
+        "host memory": f"{gib(best.host_bytes)} GiB a machine, with Python's own in addition",
         "checkpoint": f"{gib(found.checkpoint_bytes)} GiB",
         "a token": f"{cost.flops_per_token / 1e9:,.1f} GFLOP, {cost.sent_per_token:,.0f} bytes sent by a GPU",
     }
     if cost.seconds is not None:
-        gpu = machines.gpu
         lines["time"] = f"{duration(cost.seconds)} a step, {cost.tokens / cost.seconds:,.0f} tokens/s"
-        if num_steps:
-            hours = num_steps * cost.seconds / 3600
-            lines["time"] += f"; {duration(num_steps * cost.seconds)} for {num_steps:,} steps"
-            if price is not None:
-                lines["price"] = f"{price * hours * machines.total:,.2f} at {price:g} per GPU and hour"
-        lines["assumed"] = f"{machines.mfu:.0%} of {gpu.tflops:,.0f} TFLOP/s; communication runs at the same time"
+        if best.run_seconds is not None:
+            lines["time"] += f"; {duration(best.run_seconds)} for {best.job.recipe.train.steps:,} steps"
+        if best.price is not None:
+            lines["price"] = f"{best.price:,.2f} at {machines.price:g} per GPU and hour"
+        elif machines.price is not None:
+            tokens = machines.price * machines.total / 3600 * cost.seconds / cost.tokens
+            lines["price"] = f"{tokens * 1e9:,.2f} for 10^9 tokens; the price of a run needs train.steps"
+        peak = f"{machines.mfu:.0%} of {machines.gpu.tflops:,.0f} TFLOP/s"
+        lines["assumed"] = f"{peak}; communication runs at the same time"
     for label, text in lines.items():
         screen.print(styled((f"{label:<14}", "cyan"), text))
 

@@ -29,6 +29,8 @@ class Machines:
     """GPUs of each machine."""
     num_machines: int = 1
     mfu: float = MFU
+    price: float | None = None
+    """Price of a GPU for an hour, None if it is unknown."""
 
     @property
     def total(self) -> int:
@@ -48,8 +50,7 @@ class Option:
     job: Job
     prediction: Prediction
     cost: Cost
-    memory: int
-    """Bytes of a GPU."""
+    machines: Machines
 
     @property
     def gear(self) -> Gear:
@@ -65,6 +66,28 @@ class Option:
     def fits(self) -> bool:
         """True if a GPU has the memory."""
         return self.prediction.peak_bytes <= self.memory
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a GPU."""
+        return self.machines.gpu.memory
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that a machine needs in host memory, apart from Python, its libraries and the mapped files."""
+        return self.prediction.host_bytes / self.machines.num_machines
+
+    @property
+    def run_seconds(self) -> float | None:
+        """The time of all steps, None if it or their number is unknown."""
+        steps = self.job.recipe.train.steps
+        return None if steps is None or self.cost.seconds is None else steps * self.cost.seconds
+
+    @property
+    def price(self) -> float | None:
+        """The price of all steps, None if it is unknown."""
+        price, seconds = self.machines.price, self.run_seconds
+        return None if price is None or seconds is None else price * self.machines.total * seconds / 3600
 
     def largest_micro_rows(self, shape: Architecture) -> int:
         """Return the most rows of a micro-batch that fit, 0 if not even one does."""
@@ -105,6 +128,21 @@ def gear_for(name: str, machines: Machines) -> Gear:
     return load_gear(gear_path(name), flags)
 
 
+def job_of(name: str, recipe: Recipe, recipe_path: Path, machines: Machines) -> Job:
+    """Return the job of a recipe under a gear on all GPUs. Raise UserError if it cannot run."""
+    gear = gear_for(name, machines)
+    if gear.num_processes != machines.total:
+        raise UserError(f"{gear.path}: uses 1 of {machines.total} GPUs")
+    if gear.num_processes == 1 and name != "single":
+        raise UserError(f"{gear.path}: one GPU shares with no other")
+    return Job.of(recipe_path, recipe, gear)
+
+
+def without_place(error: UserError) -> str:
+    """Return the first line of an error, without the file that it names."""
+    return str(error).splitlines()[0].partition(": ")[2]
+
+
 def options(
     shape: Architecture, recipe: Recipe, recipe_path: Path, machines: Machines
 ) -> tuple[list[Option], dict[str, str]]:
@@ -112,18 +150,13 @@ def options(
     found, refused = [], {}
     for name in gear_names():
         try:
-            gear = gear_for(name, machines)
-            if gear.num_processes != machines.total:
-                raise UserError(f"{gear.path}: uses 1 of {machines.total} GPUs")
-            if gear.num_processes == 1 and name != "single":
-                raise UserError(f"{gear.path}: one GPU shares with no other")
-            job = Job.of(recipe_path, recipe, gear)
-            check_shapes(shape, gear)
+            job = job_of(name, recipe, recipe_path, machines)
+            check_shapes(shape, job.gear)
         except UserError as error:
-            refused[name] = str(error).splitlines()[0].partition(": ")[2]
+            refused[name] = without_place(error)
             continue
         cost = cost_of_step(shape, job, machines.gpu, machines.num_machines, machines.mfu)
-        found.append(Option(job, predict(shape, job), cost, machines.gpu.memory))
+        found.append(Option(job, predict(shape, job), cost, machines))
     return sorted(found, key=_rank), refused
 
 
@@ -177,7 +210,11 @@ WHY = {
 def reason(option: Option, found: list[Option]) -> str:
     """Return in words why an option is the cheapest."""
     if option.gear.offload:
-        return "all GPUs together are too small, so that weights or optimizer state wait in host memory; it is slow"
+        needed = f"{option.host_bytes / GIB:,.0f} GiB"
+        return (
+            "all GPUs together are too small, so that weights or optimizer state wait in host memory; "
+            f"it is slow: each machine needs {needed} of it"
+        )
     if option.gear.name in ("fsdp", "zero3") and any(one.fits for one in found if one.gear.name in SIMPLEST[:4]):
         return "gears that shard less would fill nearly all memory; each GPU holds a part of the model"
     return WHY.get(option.gear.name, "it is the fastest that fits")

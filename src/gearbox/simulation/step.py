@@ -222,6 +222,8 @@ def _fake_model(
 ) -> PreTrainedModel:
     """Return what from_pretrained returns, without files: weights without memory, on the GPU or on the host."""
     kind = text_class(config) if stage is None else pipeline_stages.stage_class(config, stage)
+    if kind is None:
+        raise UserError(f"plan: model.name: {config.model_type} is not a model that continues text; use another model")
     with torch.device("meta"), initialization.no_init_weights(), initialization.no_tie_weights():
         built = kind._from_config(config, dtype=options["dtype"], attn_implementation=options["attn_implementation"])
     if (distributed := options.get("distributed_config")) is not None:
