@@ -175,7 +175,7 @@ def test_without_our_kernels_the_model_is_the_same(train, gear, method):
 
 @pytest.mark.parametrize(("gear", "ranks"), [("single", None), ("ddp", 2), ("fsdp", 2), ("zero3", 2)])
 def test_the_head_computes_its_gradient_with_the_logits(train, tmp_path, monkeypatch, gear, ranks):
-    """Every engine calls the fused head in each micro-batch. FSDP2 replaces the class of a layer."""
+    """The fused head runs in each micro-batch under each engine, although FSDP2 replaces the class of a layer."""
     usual, marks = heads.cross_entropy_sum, tmp_path / "marks"
 
     def counted(*arguments):
