@@ -72,11 +72,12 @@ def num_visible_gpus() -> int:
 
 
 @contextlib.contextmanager
-def returning_free_memory() -> Iterator[None]:
+def returning_free_memory(for_good: bool = False) -> Iterator[None]:
     """Return each block of 1 MiB or more to the system as soon as it is freed, where the C library can do so.
 
     The GNU C library otherwise keeps freed blocks up to 32 MiB for itself. Loading a model tensor by tensor would leave
-    as much free memory as the model has. Afterwards the library's usual upper limits hold.
+    as much free memory as the model has. Afterwards the library's usual upper limits hold, but not if `for_good`: then
+    a training process takes up to 1.9 times less memory, and up to 1.5 times as long (SmolLM2 135M on a CPU).
     """
     try:
         set_option = ctypes.CDLL(None).mallopt
@@ -88,8 +89,9 @@ def returning_free_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        set_option(M_MMAP_THRESHOLD, 32 * MEBIBYTE)
-        set_option(M_TRIM_THRESHOLD, 64 * MEBIBYTE)
+        if not for_good:
+            set_option(M_MMAP_THRESHOLD, 32 * MEBIBYTE)
+            set_option(M_TRIM_THRESHOLD, 64 * MEBIBYTE)
 
 
 def return_free_memory() -> None:

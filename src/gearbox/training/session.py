@@ -148,7 +148,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
     placing = {**engines.loading_options(gear, accelerator, recipe), "attn_implementation": attention}
-    with processes.returning_free_memory(), engines.reading_own_shard(gear, accelerator, recipe):
+    with processes.returning_free_memory(for_good=fit.is_tight), engines.reading_own_shard(gear, accelerator, recipe):
         loaded = loading.load(source, recipe, tokenizer, engines.precision(gear), placing, stage)
     without_adapter(loaded).takes_bounds = "bounds" in arguments
     export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
