@@ -1,4 +1,4 @@
-"""What a run does on a CPU that has little more memory than the plan predicts."""
+"""Freed blocks return to the system on a CPU that has little more memory than the plan predicts."""
 
 import subprocess
 import sys
