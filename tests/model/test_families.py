@@ -51,6 +51,14 @@ def test_a_family_trains_the_same_under_every_gear(rehearse, family, gears):
             assert (tensor - one.weights[name]).abs().max() < 1e-4, f"{gear}: {name}"
 
 
+def test_parts_of_a_block_are_not_gathered_apart_from_it(rehearse):
+    """Mamba names its mixers as layers of their own. FSDP2 hooked them, so that a block could not be computed again."""
+    again = "perf.checkpointing=full"
+    one, outcome = rehearse("mamba", "single", again), rehearse("mamba", "fsdp", again)
+    assert outcome.codes == [0, 0], outcome.output
+    assert outcome.losses == pytest.approx(one.losses, rel=1e-5)
+
+
 def test_a_family_that_numbers_positions_differently_uses_its_own(rehearse):
     """RoBERTa counts positions from 2. Our count from 0 would train it two positions away from its pretraining."""
     outcome = rehearse("roberta", "single", is_decoder=True)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed.sharding_utils import _dtensor_from_local_like
 
 from gearbox.errors import UserError, one_line
+from gearbox.kernels.blocks import blocks_of
 from gearbox.sharding.experts import divide_experts, expert_part, is_of_experts, names_of_experts
 from gearbox.sharding.sharded_state import block_offsets, persistent_buffers
 from gearbox.sharding.unwrap import are_separate, shares_parameters, without_adapter
@@ -194,8 +195,9 @@ def wrapping(model: nn.Module, accelerator: Accelerator, ep: int) -> Iterator[No
     """
     causal_lm = without_adapter(model)
     ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
+    blocks = {cls.__name__ for block in blocks_of(causal_lm) for cls in type(block).__mro__}
     names = [name for name in causal_lm._no_split_modules or () if are_separate(model, name, ends[0])]
-    causal_lm._no_split_modules = names
+    causal_lm._no_split_modules = [name for name in names if name in blocks]  # Mamba also names a part of each block
     if shares_parameters(causal_lm, ends):  # accelerate would put these into a group without the third module
         causal_lm.get_input_embeddings = causal_lm.get_output_embeddings = lambda: None
     held_back = []
