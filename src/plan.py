@@ -173,7 +173,8 @@ def best_by_count(
         for count in COUNTS:
             some = replace(machines, num_gpus=min(count, 8), num_machines=max(1, count // 8))
             found, _ = strategy.options(shape, changed, recipe_path, some)
-            yield report.as_json(found[0], shape) | {"verdict": report.verdict(found, shape, some)}
+            peaks = {option.gear.name: option.prediction.peak_bytes for option in found}
+            yield report.as_json(found[0], shape) | {"peaks": peaks, "verdict": report.verdict(found, shape, some)}
 
 
 def compare_with_simulation(screen: Screen, found: list[strategy.Option], config: Config) -> list[report.Figures]:

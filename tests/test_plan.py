@@ -9,6 +9,7 @@ import plan
 from gearbox import ROOT
 from gearbox.console import Screen
 from gearbox.errors import UserError
+from gearbox.planning import report
 from gearbox.simulation.simulate import Simulation
 
 RECIPES = ROOT / "recipes"
@@ -85,6 +86,15 @@ def test_without_gpus_counts_and_methods_are_compared(capsys):
     assert {(one["method"], one["num_processes"]) for one in best} == {
         (method, count) for method in ("full", "lora", "qlora") for count in plan.COUNTS
     }
+    of_eight = next(one["peaks"] for one in best if one["num_processes"] == 8 and one["method"] == "full")
+    assert of_eight["fsdp"] < of_eight["zero2"] < of_eight["zero1"] < of_eight["ddp"]
+    plan.main([str(RECIPES / "fsdp_2gpu.yaml")])
+    out = capsys.readouterr().out
+    headings = next(line for line in out.splitlines() if line.startswith("method")).split()
+    assert headings == ["method", "GPUs", *report.COMPARED]
+    assert ["full", "8", *(report.gib(of_eight[name]) if name in of_eight else "-" for name in report.COMPARED)] in [
+        line.split() for line in out.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -92,20 +92,30 @@ def _cells(option: Option, shape: Architecture, has_memory: bool, has_time: bool
     return [*cells, "-" if seconds is None else duration(seconds)] if has_time else cells
 
 
+COMPARED = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_offload", "tp", "pp")
+"""Gears that are compared if no GPU is named."""
+
+
 def show_counts(screen: Screen, best: list[Figures], has_memory: bool) -> None:
-    """Print the best gear for each method and number of GPUs."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    """Print the best gear for each method and number of GPUs, or what a GPU holds under the usual gears."""
     has_time, has_price = (best[0][key] is not None for key in ("seconds_per_step", "price_per_run"))
-    headings = ["method", "GPUs", "gear", "GiB a GPU"] + ["fits"] * has_memory
-    headings += ["time a step"] * has_time + ["price of the run"] * has_price
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("method", "gear", "fits") else "right")
+    rows = []
     for one in best:
-        cells = [one["method"], str(one["num_processes"]), one["gear"], gib(one["peak_bytes"])]
-        cells += ["yes" if one["fits"] else "no"] if has_memory else []
-        cells += [duration(one["seconds_per_step"])] if has_time else []
-        cells += [f"{one['price_per_run']:,.2f}"] if has_price else []
-        table.add_row(*cells, style="" if one["fits"] else "dim")
+        row = {"method": one["method"], "GPUs": str(one["num_processes"])}
+        if has_memory:
+            row |= {"gear": one["gear"], "GiB a GPU": gib(one["peak_bytes"]), "fits": "yes" if one["fits"] else "no"}
+        else:
+            row |= {name: gib(one["peaks"][name]) if name in one["peaks"] else "-" for name in COMPARED}
+        row |= {"time a step": duration(one["seconds_per_step"])} if has_time else {}
+        row |= {"price of the run": f"{one['price_per_run']:,.2f}"} if has_price else {}
+        rows.append(row)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in rows[0]:
+        table.add_column(heading, justify="left" if heading in ("method", "gear", "fits") else "right")
+    for one, row in zip(best, rows, strict=True):
+        table.add_row(*row.values(), style="" if one["fits"] else "dim")
+    if not has_memory:
+        screen.print("what a GPU holds at the peak of a step, in GiB; --gpu NAME chooses the gear")
     screen.print(table)
     screen.print("all gears for one number of GPUs: --gpus N" + ("" if has_memory else " --gpu NAME"))
 
