@@ -12,8 +12,8 @@ from gearbox.errors import UserError
 from support.corpora import jsonl
 
 BARE = {
-    "model": {"name": "recipes/tiny"}, "data": {"path": "builtin:tasks"}, "batch": {"rows": 4, "row_tokens": 64},
-    "optim": {"lr": 1e-3}, "train": {"steps": 3},
+    "model": {"name": "recipes/tiny", "init": "random"}, "data": {"path": "builtin:tasks"},
+    "batch": {"rows": 4, "row_tokens": 64}, "optim": {"lr": 1e-3}, "train": {"steps": 3},
 }  # fmt: skip
 
 

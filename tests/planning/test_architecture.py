@@ -18,6 +18,7 @@ VARIANTS = {
     "own defaults": {"head_dim": 24},
     "tied": {"tie_word_embeddings": True, "head_dim": 24},
     "untied": {"tie_word_embeddings": False, "head_dim": 24},
+    "six experts": {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2},
     "biases": {"num_key_value_heads": 2, "head_dim": 32, "attention_bias": True, "mlp_bias": True},
 }
 # As the pages of these models state them.

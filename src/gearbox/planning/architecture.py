@@ -358,9 +358,17 @@ def _decided(style: Family, given: Config) -> Family:
 
 
 def _experts(given: Config, style: Family) -> Experts | None:
-    """Return the experts of a family that has them. Other families may carry the keys of a common base config."""
-    name = next((name for name in ("num_local_experts", "num_experts") if name in style.defaults), None)
-    if name is None or not given[name]:
+    """Return the experts of a family that has them. Other families may carry the keys of a common base config.
+
+    transformers writes the number of some families under the other name. What differs from the default counts.
+    """
+    names = ("num_local_experts", "num_experts")
+    own = next((name for name in names if name in style.defaults), None)
+    if own is None:
+        return None
+    stated = [name for name in names if name in given and given[name] != style.defaults[own]]
+    name = stated[0] if stated else own
+    if not given[name]:
         return None
     width = "moe_intermediate_size" if "moe_intermediate_size" in style.defaults else "intermediate_size"
     count = _count(given, name)
