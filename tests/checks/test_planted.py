@@ -198,7 +198,7 @@ PLANTED = [
     # The model and its tokenizer
     Planted("single", f"{TEMPLATE}: {{% endfor %}} -> \n{{% endif %}}", f"{TEMPLATE}: endif", "cannot be parsed"),
     Planted("single", f'{C}: "llama" -> "t5"', f"{R}: name: ", "(t5) is not a causal language model"),
-    Planted("single", f'{C}: "llama" -> "lama"', f"{R}: name: ", "(lama) is not a causal language model"),
+    Planted("single", f'{C}: "llama" -> "llamax"', f"{R}: name: ", "(llamax) is not a causal language model"),
     Planted(
         "single", f"{R}: init: random -> init: pretrained", f"{R}: name: ", "has no weights; copy model.safetensors"
     ),
