@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     # torch is imported from here on
     from gearbox import console
     from gearbox.distributed import engine
-    from gearbox.reporting import run_comparison
+    from gearbox.pages import run_comparison
 
     screen = console.make_console(speaks=True)
     for hint in hints:

@@ -21,8 +21,9 @@ from gearbox.config.gear import gear_names, gear_path, load_gear
 from gearbox.config.loader import load_recipe
 from gearbox.data import corpus
 from gearbox.distributed import engine
+from gearbox.metrics import metrics_file
 from gearbox.model import loading
-from gearbox.reporting import html_report, metrics_file, run_comparison
+from gearbox.pages import html_report, run_comparison
 from gearbox.rows import arranged, batches
 from gearbox.rows.batches import PackedRows
 from pictures import records

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from gearbox.reporting import html_report
+from gearbox.pages import html_report
 from pictures.records import Record
 
 SIZE = (960, 3000)  # pixels; what is empty at the bottom is cut off

@@ -19,9 +19,9 @@ from gearbox.config.gear import gear_names
 from gearbox.config.loader import load_recipe
 from gearbox.kernels import attention
 from gearbox.launch import supervisor
+from gearbox.pages import run_comparison
 from gearbox.planning import cost, gpus
 from gearbox.planning.architecture import Architecture
-from gearbox.reporting import run_comparison
 from support import gpu, gpu_kernels, gpu_parts, simulations
 from support.ranks import skip_loading_back, supervise_warm
 

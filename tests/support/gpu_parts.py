@@ -28,12 +28,12 @@ from gearbox.config.job import Job
 from gearbox.config.loader import load_recipe
 from gearbox.config.recipe import Recipe
 from gearbox.launch import outcome
+from gearbox.pages import run_comparison
+from gearbox.pages.run_comparison import Compared
 from gearbox.planning import cost, gpus
 from gearbox.planning.architecture import Architecture
 from gearbox.proving.runs import delete_large, launch
 from gearbox.proving.settings import comparison_overrides, label
-from gearbox.reporting import run_comparison
-from gearbox.reporting.run_comparison import Compared
 from peers import __main__ as peers
 from peers import environments
 from peers import figures as peer_figures

@@ -181,7 +181,7 @@ def problems(run: Path, reference: Path) -> list[str]:
     from safetensors.torch import load_file
 
     from gearbox.launch.outcome import read_outcome
-    from gearbox.reporting import metrics_file
+    from gearbox.metrics import metrics_file
     from support import ledger
 
     def losses(folder: Path) -> list[float]:

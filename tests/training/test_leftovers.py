@@ -12,7 +12,8 @@ from gearbox.checkpoint import checkpointer
 from gearbox.checkpoint.staging import Staging
 from gearbox.errors import UserError
 from gearbox.launch.outcome import read_outcome
-from gearbox.reporting import html_report, metrics_file, run_comparison
+from gearbox.metrics import metrics_file
+from gearbox.pages import html_report, run_comparison
 from gearbox.training import leftovers, run_folder
 from support.faults import STEPS, at_step, patch_step
 

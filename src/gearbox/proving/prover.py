@@ -28,12 +28,12 @@ from gearbox.distributed import engine, forked_ranks
 from gearbox.errors import UserError
 from gearbox.launch.environment import CALLER_RELOADS
 from gearbox.model import loading
+from gearbox.pages import run_comparison
 from gearbox.proving import description, exports
 from gearbox.proving.description import short
 from gearbox.proving.record import Compared, Facts, GearResult, Proof, all_finite, read_proof
 from gearbox.proving.runs import Ended, delete_large, ended, launch
 from gearbox.proving.settings import STEPS, Change, label
-from gearbox.reporting import run_comparison
 from gearbox.sharding import unwrap
 from gearbox.training import finish, loop, session  # noqa: F401  warm: they import all that a run does
 

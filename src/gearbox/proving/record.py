@@ -19,7 +19,7 @@ class _Record(BaseModel):
 
 
 class Compared(_Record):
-    """The largest differences between two runs, by quantity (see reporting/run_comparison.py)."""
+    """The largest differences between two runs, by quantity (see pages/run_comparison.py)."""
 
     origin: str
     """The other run: its gear's label."""

@@ -20,7 +20,8 @@ from gearbox.launch.environment import CALLER_RELOADS, without_launcher
 from gearbox.launch.outcome import exit_code
 from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
-from gearbox.reporting import html_report, preview
+from gearbox.pages import html_report
+from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
 from gearbox.sharding.full_parameters import FullParameters

@@ -13,7 +13,7 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
-from gearbox.reporting.metrics import Metrics
+from gearbox.metrics.recorder import Metrics
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
 from gearbox.training import run_folder

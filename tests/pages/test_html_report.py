@@ -3,7 +3,7 @@
 import html
 import re
 
-from gearbox.reporting import html_report
+from gearbox.pages import html_report
 
 
 def test_the_report_of_a_run(train, tmp_path):

@@ -27,7 +27,8 @@ from rich.table import Table
 
 from gearbox.checkpoint import manifest, shards
 from gearbox.errors import UserError
-from gearbox.reporting import html_report, metrics_file
+from gearbox.metrics import metrics_file
+from gearbox.pages import html_report
 
 QUANTITIES = ("loss", "gradient norm", "weights", "moments")
 # Tolerances by precision. We measured 20 steps of ddp, fsdp, zero2 and zero3 on CPUs, with full fine-tuning, LoRA and

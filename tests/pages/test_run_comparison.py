@@ -15,7 +15,7 @@ from gearbox import ROOT
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
 from gearbox.launch import supervisor
-from gearbox.reporting import run_comparison
+from gearbox.pages import run_comparison
 from gearbox.training import loop
 from support.breakages import averaged_per_micro_batch, clipped_at_auto
 from support.ranks import skip_loading_back, supervise_warm

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gearbox import filesystem
+from gearbox.metrics import metrics_file
 from gearbox.redact import redact
-from gearbox.reporting import metrics_file
 
 if TYPE_CHECKING:
     from gearbox.reporting.preview import Runs

@@ -20,8 +20,8 @@ from gearbox import filesystem
 from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
 from gearbox.checkpoint.train_state import StepResult, TrainState
 from gearbox.console import styled
+from gearbox.metrics import metrics_file
 from gearbox.redact import redacted
-from gearbox.reporting import metrics_file
 from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None

@@ -1,0 +1,1 @@
+"""Generate text: answers of a batch on all ranks, and a chat on one device."""
