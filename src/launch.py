@@ -1,9 +1,10 @@
 """Check gear and recipe in a second, then train under the gear, and resume if a rank dies.
 
-Usage: python src/launch.py GEAR [--doctor] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+Usage: python src/launch.py GEAR [--doctor] [--quiet] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
 
     GEAR           the name of a file in accelerate_configs/, such as fsdp, or a path that ends in .yaml
     --doctor       check machines, links and ranks first
+    --quiet        print only warnings, refusals and the last line
     --flag=value   a flag of accelerate launch, such as --num_processes=2
     RECIPE         a recipe file (default: recipes/tiny.yaml)
     key.sub=value  a key of the recipe to change, such as optim.lr=1e-5; docs/recipe.md lists all keys
@@ -29,6 +30,7 @@ from gearbox.checks import agreement
 from gearbox.config.gear import gear_names, gear_path, is_flag, read_gear
 from gearbox.config.gear_keys import BARE_FLAGS, FLAGS, SHORT_FLAGS
 from gearbox.config.loader import keys_meant
+from gearbox.console import make_console
 from gearbox.errors import UserError, nearest
 from gearbox.launch import cli, supervisor
 from gearbox.launch.topology import node_from_flags
@@ -51,6 +53,7 @@ TORCHRUN_FLAGS = {
 
 def main(arguments: list[str]) -> int:
     """Check gear, recipe and machines, run the doctor with --doctor, then train. Return the exit code."""
+    quiet, arguments = ["--quiet"] * ("--quiet" in arguments), cli.without_quiet(arguments)
     if not arguments or arguments[0].startswith("-"):
         raise UserError(f"usage: {cli.usage(__doc__)}; the gears are {', '.join(gear_names())}")
     path = gear_path(arguments[0])
@@ -72,8 +75,9 @@ def main(arguments: list[str]) -> int:
         code = supervisor.supervise(given, [], supervisor.DOCTOR, node=node, join_seconds=join_seconds)
         if code:
             return code
-    print(f"starting {gear.name} on {gear.num_processes} {'rank' if gear.num_processes == 1 else 'ranks'}", flush=True)
-    return supervisor.supervise(given, [str(recipe_path), *overrides], node=node, join_seconds=join_seconds)
+    ranks = f"{gear.num_processes} {'rank' if gear.num_processes == 1 else 'ranks'}"
+    make_console(speaks=True).print(f"starting {gear.name} on {ranks}")
+    return supervisor.supervise(given, [str(recipe_path), *overrides, *quiet], node=node, join_seconds=join_seconds)
 
 
 def launcher_flags(arguments: list[str]) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """Train a language model. The recipe decides what to train; the launched gear (an Accelerate config file) decides how.
 
-Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...]
-       python src/train.py [RECIPE] [key.sub=value ...]
+Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/train.py [RECIPE] [key.sub=value ...] [--quiet]
+       python src/train.py [RECIPE] [key.sub=value ...] [--quiet]
 
     RECIPE         a recipe file (default: recipes/tiny.yaml)
     key.sub=value  a key of the recipe to change, such as optim.lr=1e-5; docs/recipe.md lists all keys
+    --quiet        print only warnings, refusals and the last line
 
 The second form runs the gear single. Run src/launch.py instead for restarts after a crash and for exit codes.
 
@@ -34,7 +35,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     """Train the recipe named by the arguments. Return the exit code."""
     environment.let_segments_grow()  # before torch is imported
     watchdog = Watchdog()  # first, so that a signal during start-up ends this rank at once
-    job = read_job(arguments, gear)  # reports mistakes in the files within half a second
+    job = read_job(cli.without_quiet(arguments), gear)  # reports mistakes in the files within half a second
     resume.check_early(job)
     cli.show_job(job)
     with cli.importing("torch"):  # after the checks, because it takes seconds
@@ -43,7 +44,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
     job, data = session.prepare_data(job)  # before ranks meet: tokenizing may exceed the collective timeout
     world = session.join(job, data)
-    with run_folder.open_run(job, world, world.screen.print) as run, watchdog.running():
+    with run_folder.open_run(job, world, world.screen.print_always) as run, watchdog.running():
         with cli.status("loading the model"):
             engine = session.build_engine(job, data, world, run)
         run.restore(engine)  # from the newest complete checkpoint, if there is one
@@ -66,4 +67,4 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, diverts=True)

@@ -1,18 +1,53 @@
-"""Print from one rank, and format bytes and rates for people.
+"""Print from one rank, show what takes time, and format bytes and rates for people.
 
 Strings are printed as they are, because they contain names from files. `styled` adds colours, never markup.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import IO, Any, TextIO
 
 from rich.console import Console
-from rich.control import Control
-from rich.segment import ControlType
+from rich.console import ConsoleDimensions as Dimensions
 from rich.text import Text
+
+REPEAT_SECONDS = 30.0  # between two lines about the same work, where a screen is not a terminal
+REDRAW_SECONDS = 0.2  # between two states of a terminal's last line
+PATIENCE_SECONDS = 1.0  # for another thread's line
+BAR_CELLS = 16
+
+_lock = threading.RLock()
+_live = ""
+"""What the last line of the terminal shows now, until a line replaces it."""
+_is_brief = False
+_streams: tuple[TextIO, TextIO] | None = None
+"""The streams of this program's own lines, once libraries print elsewhere (see launch/chatter.py)."""
+
+
+def use_streams(out: TextIO, err: TextIO) -> None:
+    """Print to these streams from now on instead of sys.stdout and sys.stderr."""
+    global _streams
+    _streams = (out, err)
+
+
+def screen_stream(stderr: bool = False) -> TextIO:
+    """Return the stream to the screen for this program's own lines."""
+    return (sys.stdout, sys.stderr)[stderr] if _streams is None else _streams[stderr]
+
+
+def _after_fork() -> None:
+    """Forget the parent's lock, which another of its threads may have held."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Screen(Console):
@@ -22,10 +57,106 @@ class Screen(Console):
         """Return a string as rich prints it."""
         return super().render_str(printable(text), **options)
 
+    @property
+    def file(self) -> IO[str]:
+        """The stream that leads to the screen now."""
+        return self._file or screen_stream(self.stderr)
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> Dimensions:
+        """The size of the terminal that this screen writes to, which another descriptor may not be."""
+        if self._width is None and self._file is None and self.is_terminal:
+            with suppress(OSError, ValueError):
+                columns, lines = os.get_terminal_size(self.file.fileno())
+                if columns > 0:
+                    return Dimensions(columns, lines)
+        return super().size
+
+    @property
+    def is_live(self) -> bool:
+        """True if a line can be replaced: on a terminal, unless only what matters is printed."""
+        return self.is_terminal and not (self.quiet or _is_brief)
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401  rich's options
+        """Print, unless only what matters is printed."""
+        if not _is_brief:
+            self.print_always(*objects, **options)
+
+    def print_always(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401  rich's options
+        """Print a warning, a refusal or the last line of a command."""
+        if self.quiet:
+            return
+        with _alone():
+            shown = _live
+            self.show("")
+            super().print(*objects, **options)
+            self.show(shown)
+
+    def show(self, text: str) -> None:
+        """Let a terminal's last line show a text, cut off to its width; an empty text removes the line.
+
+        Spaces overwrite the old text, so no command is sent to the terminal, and the cursor stays visible: a rank may
+        end at any moment.
+        """
+        global _live
+        if not self.is_live or (not text and not _live):
+            return
+        with _alone():
+            text = printable(text).replace("\n", " ")[: self.width - 1]
+            blank = " " * (min(len(_live), self.width - 1) - len(text))
+            with suppress(OSError):
+                self.file.write(f"\r{text}{blank}" + ("" if text else "\r"))
+                self.file.flush()
+            _live = text
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other threads from printing, but wait for none that is stuck in a terminal."""
+    lock = _lock
+    is_taken = lock.acquire(timeout=PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        if is_taken:
+            lock.release()
+
+
+def be_brief() -> None:
+    """Print only warnings, refusals and last lines from now on."""
+    global _is_brief
+    _is_brief = True
+
 
 def make_console(speaks: bool, stderr: bool = False) -> Screen:
     """Return a console that prints only if `speaks` is True, so that callers need not check their rank."""
-    return Screen(quiet=not speaks, stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    colours = None if os.environ.get("NO_COLOR") else "auto"  # without a colour system rich writes no codes at all
+    return Screen(
+        quiet=not speaks,
+        stderr=stderr,
+        color_system=colours,  # type: ignore[arg-type]  None is one of rich's
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+        emoji=False,
+    )
+
+
+def report(line: str, over_line_of_rank: bool = False) -> None:
+    """Print a line of this program to stderr, from any rank and thread.
+
+    `over_line_of_rank` is True if a rank that has ended may have left its last line on the terminal.
+    """
+    screen = Screen(stderr=True)
+    with _alone():
+        screen.show("")
+        if over_line_of_rank and screen.is_live:
+            screen.file.write("\r" + " " * (screen.width - 1) + "\r")
+        print(line, file=screen.file, flush=True)
 
 
 def printable(text: str) -> str:
@@ -39,17 +170,83 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*((printable(text), style) for text, style in pairs))
 
 
-@contextmanager
-def status(screen: Console, text: str) -> Iterator[None]:
-    """Show what takes time, in a few words: a line in a log, or on a terminal a line that the next one replaces.
+class Work:
+    """Work that takes time, of which a screen shows how much is done."""
 
-    The cursor stays visible, unlike with rich's own status, because a rank may end at any moment.
+    def __init__(self, screen: Console, text: str, unit: str = "") -> None:
+        self.screen, self.text, self.unit = screen, text, unit
+        self.done = self.total = 0.0
+        self.began = self.told = time.monotonic()
+
+    def at(self, done: float, total: float = 0.0) -> None:
+        """Set how much is done of how much, 0 if that is not known. It is cheap."""
+        self.done, self.total = done, total
+        now = time.monotonic()
+        if now - self.told > REPEAT_SECONDS and not _is_live(self.screen):
+            self.told = now
+            self.screen.print(self.line())
+
+    def line(self) -> str:
+        """Return the work in a line: what is done, how fast, and the time left."""
+        seconds = time.monotonic() - self.began
+        parts = [self.text]
+        if self.total:
+            share = min(1.0, self.done / self.total)
+            full = round(share * BAR_CELLS)
+            parts.append(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {share:.0%}")
+        if self.done and self.unit == "bytes":
+            parts.append(f"{format_bytes(self.done)}  {format_bytes(self.done / max(seconds, 1e-3))}/s")
+        elif self.done and self.unit:
+            parts.append(f"{self.done:,.0f} {self.unit}  {format_figure(self.done / max(seconds, 1e-3))}/s")
+        if self.done and self.total:
+            parts.append(f"{format_time(seconds / self.done * max(0.0, self.total - self.done))} left")
+        else:
+            parts.append(format_time(seconds))
+        return "  ".join(parts)
+
+
+@contextmanager
+def status(screen: Console, text: str, unit: str = "") -> Iterator[Work]:
+    """Show what takes time: a line in a log, or on a terminal a last line with the time that it has taken.
+
+    The yielded `Work` shows a bar as well, once it is told how much is done. A thread draws it, so that drawing costs
+    the work nothing.
     """
-    is_transient = screen.is_terminal and not screen.is_dumb_terminal
-    screen.print(text, end="\r" if is_transient else "\n")
-    yield
-    if is_transient:
-        screen.control(Control((ControlType.ERASE_IN_LINE, 2)))
+    work, ended = Work(screen, text, unit), threading.Event()
+    if not isinstance(screen, Screen) or not screen.is_live:
+        screen.print(text)
+        yield work
+        return
+
+    def draw() -> None:
+        while not ended.wait(REDRAW_SECONDS):
+            screen.show(work.line())
+
+    screen.show(text)
+    drawing = threading.Thread(target=draw, name="status", daemon=True)
+    drawing.start()
+    try:
+        yield work
+    finally:
+        ended.set()
+        drawing.join(PATIENCE_SECONDS)
+        screen.show("")
+
+
+def _is_live(screen: Console) -> bool:
+    return isinstance(screen, Screen) and screen.is_live
+
+
+def format_time(seconds: float) -> str:
+    """Return a time in few letters, such as 9 s, 12:34 or 2 d 03:00:00."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}:{second:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def format_bytes(num_bytes: float) -> str:

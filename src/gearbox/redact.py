@@ -102,6 +102,11 @@ class _Redacting:
         return getattr(self._stream, name)
 
 
+def guarded(stream: TextIO) -> TextIO:
+    """Return a stream that redacts what it writes to another."""
+    return cast(TextIO, _Redacting(stream))
+
+
 def guard_streams() -> None:
     """Redact everything that Python prints in this process from now on."""
-    sys.stdout, sys.stderr = _Redacting(sys.stdout), _Redacting(sys.stderr)
+    sys.stdout, sys.stderr = guarded(sys.stdout), guarded(sys.stderr)

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from gearbox.config.gear import Gear
 from gearbox.console import make_console
+from gearbox.console import report as report_line
 from gearbox.errors import UserError, one_line
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
@@ -175,7 +176,7 @@ def _naming_missing_ranks() -> Iterator[None]:
             late = missing()
             if late and launched.rank == min({*range(launched.size)} - {*late}):
                 line = f"gearbox: waiting for {_named(late)} of {launched.size} to join; see the output of each machine"
-                print(line, file=sys.stderr, flush=True)
+                report_line(line)
 
     threading.Thread(target=report, name="waiting for ranks", daemon=True).start()
     try:

@@ -24,7 +24,7 @@ from gearbox import ROOT, console
 from gearbox.config.job import Job
 from gearbox.config.loader import DEFAULT_RECIPE, keys_meant, recipe_keys
 from gearbox.errors import UserError
-from gearbox.launch import lifeline
+from gearbox.launch import chatter, lifeline
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.launch.outcome import (
     EXIT_CRASHED,
@@ -92,12 +92,19 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"usage: {self.usage}: {message}")
 
 
+def without_quiet(arguments: list[str]) -> list[str]:
+    """Return the arguments without --quiet. If it is there, print only warnings, refusals and last lines from now on."""
+    if "--quiet" in arguments:
+        console.be_brief()
+    return [word for word in arguments if word != "--quiet"]
+
+
 def show_job(job: Job) -> None:
     """Print what starts, before the imports of torch."""
     _screen().print(console.styled(("Gearbox", "bold"), f"  recipe {job.recipe_path}  gear {job.gear.name}"))
 
 
-def status(text: str) -> AbstractContextManager[None]:
+def status(text: str) -> AbstractContextManager[console.Work]:
     """Return a context that shows what takes time (see `console.status`)."""
     return console.status(_screen(), text)
 
@@ -121,10 +128,11 @@ def _screen() -> Console:
     return console.make_console(speaks=LaunchEnvironment.read().rank == 0)
 
 
-def run(main: Callable[[list[str]], int | None]) -> NoReturn:
+def run(main: Callable[[list[str]], int | None], diverts: bool = False) -> NoReturn:
     """Call `main` with the command-line arguments and exit. Only rank 0 prints a user error.
 
-    For -h and --help print the script's docstring, before anything is imported or checked.
+    For -h and --help print the script's docstring, before anything is imported or checked. `diverts` sends what
+    libraries print to a file (launch/chatter.py).
     """
     if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
         if LaunchEnvironment.read().rank == 0:
@@ -132,6 +140,8 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
                 os.write(1, f"{inspect.getdoc(sys.modules[main.__module__])}\n".encode())
         sys.exit(0)
     guard_streams()
+    if diverts:
+        chatter.divert()
     try:
         code = main(sys.argv[1:])
         launched = LaunchEnvironment.read()
@@ -150,8 +160,8 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
         if type(error).__name__ == "OutOfMemoryError":  # torch's error class, without importing torch
             _refuse(f"gearbox: {OUT_OF_MEMORY}")
         if (launched := LaunchEnvironment.read()).is_rank:
-            print(f"gearbox: rank {launched.rank} failed:", file=sys.stderr, flush=True)
-        traceback.print_exc()
+            console.report(f"gearbox: rank {launched.rank} failed:")
+        console.report("\n".join(filter(None, (traceback.format_exc().rstrip(), chatter.crash_notes()))))
         _exit(EXIT_CRASHED)
 
 
@@ -163,7 +173,7 @@ def _refuse(text: str) -> NoReturn:
         # For src/launch.py, which waits on each machine, the first rank of each machine writes the outcome.
         time.sleep(RANK_0_SPEAKS_SECONDS)
     if outcome_path is None:
-        print(text, file=sys.stderr, flush=True)
+        console.report(text)
     elif read_outcome(outcome_path).get("outcome") != "failed":  # otherwise the run has already written this
         write_outcome("refused", text)
     lifeline.end_launcher()

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import psutil
 
-from gearbox import processes
+from gearbox import console, processes
 from gearbox.launch import outcome
 from gearbox.launch.environment import LaunchEnvironment
 
@@ -35,7 +35,7 @@ def exit_without_saving(why: str) -> NoReturn:
     launched = LaunchEnvironment.read()
     has_launcher = launched.is_rank or processes.launcher_process() is not None
     if launched.rank == 0:
-        print(f"gearbox: {why}: nothing to save", file=sys.stderr, flush=True)
+        console.report(f"gearbox: {why}: nothing to save")
         if why == "SIGINT":
             end_launcher()
     os._exit(
@@ -53,7 +53,8 @@ def end_launcher() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with suppress(OSError):
-        if os.path.samestat(Path(f"/proc/{LAUNCHER}/fd/2").stat(), os.fstat(2)) and os.getppid() == LAUNCHER:
+        screen = console.screen_stream(stderr=True).fileno()  # 2, unless libraries print elsewhere
+        if os.path.samestat(Path(f"/proc/{LAUNCHER}/fd/2").stat(), os.fstat(screen)) and os.getppid() == LAUNCHER:
             os.kill(LAUNCHER, signal.SIGKILL if LaunchEnvironment.read().is_elastic else signal.SIGTERM)
 
 

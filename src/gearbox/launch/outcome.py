@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gearbox import filesystem
+from gearbox import console, filesystem
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.processes import launcher_process
 from gearbox.redact import redacted
@@ -45,7 +45,7 @@ def write_outcome(outcome: str, text: str, folder: Path | None = None, **facts: 
         try:
             filesystem.atomic_write(path, json.dumps(redacted(status)) + "\n")
         except OSError as error:  # a full disk must not stop training
-            print(f"gearbox: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            console.report(f"gearbox: {path} cannot be written: {error.strerror}")
 
 
 def read_outcome(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import psutil
 
-from gearbox import ROOT, processes
+from gearbox import ROOT, console, processes
 from gearbox.launch.outcome import (
     EXIT_CODES,
     EXIT_CRASHED,
@@ -43,6 +43,7 @@ JOIN_SECONDS = 300  # for machines to meet, after the time that one may wait for
 MAX_ALONE = 5  # attempts in a row in which this machine met no other
 LAUNCHER_SECONDS = 30  # for a launcher without ranks, which may wait for a machine that is gone
 LOOK_SECONDS = 1.0
+GPU_DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")  # of NVIDIA and AMD
 
 
 def supervise(
@@ -111,7 +112,10 @@ class Supervisor:
             OUTCOME_FILE: str(outcome_file),
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",  # else SIGUSR1 kills torch's launcher, not its ranks
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS),  # else ranks that save for over 30 s are killed
+            "LOGLEVEL": os.environ.get("LOGLEVEL", "ERROR"),  # else torch's launcher advises on OMP_NUM_THREADS
         }
+        if not any(map(os.path.exists, GPU_DRIVERS)):  # else DeepSpeed warns that it has found no GPU
+            environment.setdefault("DS_ACCELERATOR", "cpu")
         if self.run_folder is not None:
             environment[RUN_FOLDER] = self.run_folder
         launcher = Launcher(self.script)
@@ -158,7 +162,8 @@ class Supervisor:
         if time.monotonic() < self.deadline and self.num_alone < MAX_ALONE:
             return None
         self._print(
-            f"{node.num_machines} machines did not meet at {node.address}:{node.port} within {self.join_seconds:g} s"
+            f"gearbox: {node.num_machines} machines did not meet at {node.address}:{node.port} within "
+            f"{self.join_seconds:g} s"
         )
         return EXIT_CRASHED if self.run_folder is None else EXIT_SAVED
 
@@ -169,7 +174,7 @@ class Supervisor:
         if status.get("step"):
             self.run_folder = status.get("run", self.run_folder)
         if outcome in ("refused", "failed"):
-            print(status.get("text", outcome), file=self.output or sys.stderr)
+            self._print(status.get("text", outcome))
         if outcome == "saved" and code == -signal.SIGKILL and not self.signals:
             outcome = "running"  # no stop was requested: the launcher was killed, and its ranks saved
         if outcome in EXIT_CODES or self.signals:
@@ -186,15 +191,20 @@ class Supervisor:
         self.saved_step = max(self.saved_step, saved_step)
         if self.num_restarts > MAX_RESTARTS:
             self._print(
-                f"{MAX_RESTARTS} restarts in a row saved no checkpoint after step {self.saved_step}; see the errors "
+                f"gearbox: {MAX_RESTARTS} restarts in a row saved no checkpoint after step {self.saved_step}; see the errors "
                 f"above; {self.run_folder} keeps the results so far"
             )
             return EXIT_FAILED
-        self._print(f"run exited with code {code}; restart {self.num_restarts} resumes from step {self.saved_step}")
+        self._print(
+            f"gearbox: run exited with code {code}; restart {self.num_restarts} resumes from step {self.saved_step}"
+        )
         return None
 
     def _print(self, line: str) -> None:
-        print(f"gearbox: {line}", file=self.output or sys.stderr, flush=True)
+        if self.output is None:
+            console.report(line, over_line_of_rank=True)
+        else:
+            print(line, file=self.output, flush=True)
 
 
 class Launcher:

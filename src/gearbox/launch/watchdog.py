@@ -162,11 +162,7 @@ class Watchdog:
         if not self._on_stop:
             lifeline.exit_without_saving(name)
         if self.stop_signal is None and self._rank == 0:
-            print(
-                f"gearbox: {name}: {self._on_stop}; send SIGINT again to exit at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            console.report(f"gearbox: {name}: {self._on_stop}; send SIGINT again to exit at once")
         self.stop_signal = name
 
     def _end_without(self, lost: list[int]) -> NoReturn:
@@ -174,7 +170,7 @@ class Watchdog:
         alive = [rank for rank in self._local_ranks if rank not in lost]
         if self._rank == min(alive):
             line = f"gearbox: rank {', '.join(map(str, lost))} died ({self._doing}); the other ranks exit"
-            print(line, file=sys.stderr, flush=True)
+            console.report(line)
         os._exit(outcome.EXIT_CRASHED)
 
     def _hang(self) -> NoReturn:
@@ -206,7 +202,7 @@ class Watchdog:
         all_stopped = {rank for answer in answers.values() for rank in answer["stopped"]}
         if self._rank == min(rank for rank in answers if rank not in all_stopped):
             line = f"gearbox: no step for {self._timeout:g} s: {_who_is_late(self._local_ranks, answers)}"
-            print(f"{line}; stacks saved to {folder}", file=sys.stderr, flush=True)
+            console.report(f"{line}; stacks saved to {folder}")
         time.sleep(LOOK_SECONDS)  # lets a woken rank write before the launcher ends it
         os._exit(outcome.EXIT_CRASHED)
 

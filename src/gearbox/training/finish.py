@@ -40,7 +40,7 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
     world.barrier()
     run.write_status("saved", text)
     word = styled(("saved", "bold green") if is_saved else ("not saved", "bold red"), f": {text}")
-    world.screen.print(word)
+    world.screen.print_always(word)
     return exit_code("saved")
 
 
@@ -98,7 +98,7 @@ def report(
     why = problem or "stopped before the saved model was asked"
     left = f"{why}; run: python {shlex.join(command)}" if asks and reply is None else ""
     run.write_status("done", left)
-    screen.print(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
+    screen.print_always(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
 
 
 def _memory_problem(folder: Path) -> str:

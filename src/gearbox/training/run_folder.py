@@ -25,7 +25,7 @@ from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError, one_line
-from gearbox.launch import outcome
+from gearbox.launch import chatter, outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
 from gearbox.redact import redacted
@@ -161,6 +161,8 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
         source = resume.checkpoint_source(recipe, run.folder)
         _find_checkpoint(run, source, recipe, world, tell)
         world.decide(lambda: _tidy_up(run, recipe, locks[0], tell))
+        if problem := chatter.keep_in(run.folder):
+            tell(problem)
         yield run
     except BaseException as found:
         if run.has_begun and isinstance(found, UserError):

@@ -77,7 +77,7 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     screen = make_console(speaks=process_group.is_first_rank())
     if job.recipe.model.trust_remote_code:
         warning = f"WARNING: model.trust_remote_code runs the code shipped with {job.recipe.model.name}"
-        screen.print(styled((warning, "bold red")))
+        screen.print_always(styled((warning, "bold red")))
     recipe = adapters.download_adapter(job.recipe)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
@@ -101,11 +101,11 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
     if outcome.requested_run_folder() is None:  # a restart does not repeat them
         unused = unused_keys_of_data(job.recipe, (summary.form for summary in data.corpus.summaries))
         for hint in (*job.hints, *(located(line, job.recipe, job.recipe_path) for line in unused)):
-            world.screen.print(f"hint: {hint}")
+            world.screen.print_always(f"hint: {hint}")
     for line in topology.format_rank_table(devices):
         world.screen.print(line)
     if nodes := topology.num_idle_nodes(devices):
-        world.screen.print(
+        world.screen.print_always(
             f"hint: {nodes} more machines of this job are idle; cluster/slurm/train.sbatch uses all machines"
         )
     if process_group.runs_on_cpu():
@@ -113,7 +113,7 @@ def join(job: Job, data: TrainingData) -> ProcessGroup:
         world.screen.print(f"no GPU: running {gear.name} on {processes} in fp32")
     elif gpus := process_group.num_idle_gpus():
         use = "to use them, run ddp, fsdp or zero3 with --num_processes N"
-        world.screen.print(f"hint: {gpus} more GPUs on this machine are idle; {use}")
+        world.screen.print_always(f"hint: {gpus} more GPUs on this machine are idle; {use}")
     return world
 
 
@@ -121,14 +121,14 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     """Load the model, and wrap model and optimizer for the gear's engine."""
     recipe, gear, tokenizer = job.recipe, job.gear, data.tokenizer
     num_layers = max(2, gear.degree("pp"))
-    source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers, world.screen.print)
+    source = random_init.weights_of(recipe, tokenizer, run.folder, world, num_layers, world.screen.print_always)
     origin = Pretrained.of(recipe.model, source)
     config = origin.config()
     check_architecture(gear, config, recipe.model.router_loss if has_router_loss(config) else 0.0)
     num_positions = probes.num_positions(config)
     hint = probes.check_row_tokens(config, recipe.batch.row_tokens, num_positions)
     if hint is not None and not any(hint in said for said in job.hints):  # a model in reach was checked at the start
-        world.screen.print(f"hint: {hint}")
+        world.screen.print_always(f"hint: {hint}")
     fit = _check_memory(config, job, world)
     if recipe.model.init == "pretrained":
         _check_weights_of_nodes(origin, config, gear, world)
@@ -143,7 +143,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     if gear.shares_rows and by_document:  # else flash attention, which only ulysses takes
         probes.check_divided_rows(config, tokenizer, recipe.batch.row_tokens)
     if recipe.model.attention == "auto" and engines.attends_by_document(gear) and not by_document:
-        world.screen.print(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
+        world.screen.print_always(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
@@ -169,7 +169,7 @@ def _check_memory(config: PretrainedConfig, job: Job, world: ProcessGroup) -> Fi
     if problems := [problem for problem, _ in fits if problem]:
         raise UserError(located(problems[0], job.recipe, job.recipe_path))
     if warnings := [warning for _, warning in fits if warning]:
-        world.screen.print(f"hint: {warnings[0]}")
+        world.screen.print_always(f"hint: {warnings[0]}")
     return fit
 
 
@@ -291,7 +291,7 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
         step = f"step {run.state.step} of {plan.num_steps}"
         world.screen.print(styled(("resuming", "bold"), f" from {run.checkpoint} at {step}"))
         if missing := rows.num_rows_left_out(run.state.step, resume.saved_epochs(run.manifest)):
-            world.screen.print(
+            world.screen.print_always(
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
             )
