@@ -1,6 +1,6 @@
 """Check gear and recipe in a second, then train under the gear, and resume if a rank dies.
 
-Usage: python src/launch.py GEAR [--doctor] [--quiet] [--flag=value of accelerate launch ...] [RECIPE] [key.sub=value ...]
+Usage: python src/launch.py GEAR [--doctor] [--quiet] [--flag=value of accelerate ...] [RECIPE] [key.sub=value ...]
 
     GEAR           the name of a file in accelerate_configs/, such as fsdp, or a path that ends in .yaml
     --doctor       check machines, links and ranks first

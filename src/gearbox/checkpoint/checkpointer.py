@@ -115,6 +115,8 @@ class Checkpointer:
         self._is_committing = False
         self._thread: threading.Thread | None = None
         self._outcome = _Outcome()
+        self.seconds_waited = 0.0
+        """Seconds for which training has waited for saves."""
         self._started = self._stall = 0.0
         self._manifest: Manifest | None = None
         self._of_others: set[str] = set()
@@ -161,7 +163,8 @@ class Checkpointer:
             problem = error
             if isinstance(error, OSError) and error.filename is None:
                 problem = OSError(error.errno, error.strerror, self.disk.save.stage)
-        self._started, self._stall = started, time.perf_counter() - started
+        self._started, self._stall = started, 0.0
+        self._count_waiting(started)
         self._work(lambda: self._write_shard(problem))
         if self.staging.in_foreground:
             self._wait()
@@ -230,15 +233,21 @@ class Checkpointer:
             self._is_committing = True
             if self.world.rank == 0:
                 self._work(lambda: self._commit(manifest))
-            self._stall += time.perf_counter() - started
+            self._count_waiting(started)
         else:
             self.saved_step, self._is_committing = self._step, False
             num_bytes = sum(facts["bytes"] for facts in self._manifest.files.values())
-            self._stall += time.perf_counter() - started
+            self._count_waiting(started)
             seconds = time.perf_counter() - self._started
             self.listener.saved(SaveFacts(self._step, num_bytes, round(self._stall, 4), round(seconds, 3)))
             self._release()
             self._step = 0
+
+    def _count_waiting(self, started: float) -> None:
+        """Count the time since `started`, in which training waited."""
+        seconds = time.perf_counter() - started
+        self._stall += seconds
+        self.seconds_waited += seconds
 
     def _abort(self, failed: dict[int, _Outcome]) -> None:
         """Abandon this save. The last good checkpoint stays, training continues, and a later step retries.
@@ -276,7 +285,7 @@ class Checkpointer:
                 self.listener.heartbeat(f"step {self._step}, saving: {self.staging.num_written:,} bytes written")
                 if self._thread is not None:
                     self._thread.join(timeout=LOOK_SECONDS)
-            self._stall += time.perf_counter() - started
+            self._count_waiting(started)
             self._next_stage()
 
     def _work(self, job: Callable[[], _Outcome]) -> None:

@@ -279,6 +279,20 @@ class Save(Group):
     """Folder on each machine's local disk where a rank's shard waits to be written; `null` uses host memory."""
 
 
+class Profile(Group):
+    """The steps to profile."""
+
+    steps: tuple[PositiveInt, PositiveInt]
+    """The first and the last step, such as `[10, 13]`; steps count from 1."""
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        if steps[0] > steps[1]:
+            raise ValueError(f"the first step {steps[0]} is after the last one {steps[1]}")
+        return steps
+
+
 class Run(Group):
     """The run folder, how to resume, and when to stop."""
 
@@ -297,6 +311,14 @@ class Run(Group):
     """Seconds without progress, after the first step, before every rank writes its stack and the run ends."""
     max_bad_steps: Int = Field(3, ge=1)
     """Number of consecutive steps with a non-finite loss or gradient, each skipped, before the run ends."""
+    log_every: PositiveInt = 10
+    """Steps between two lines on a screen that is not a terminal; the first and the last step always have one.
+    metrics.jsonl has a line for every step."""
+    profile: Profile | None = None
+    """Steps to record operation by operation, such as `{steps: [10, 13]}`, in the run's folder `profile`; they are
+    slower than others. `null` records none."""
+    memory_snapshot: bool = False
+    """Record who allocated each block of GPU memory in the profiled steps, or in the first steps without `profile`."""
 
 
 class Perf(Group):

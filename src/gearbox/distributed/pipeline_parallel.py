@@ -95,6 +95,8 @@ class Pipeline(nn.Module):
         """The passes of the last step, in order."""
         self.seconds = 0.0
         """Duration of the last step, until the last backward pass of any stage ends."""
+        self.seconds_summing = 0.0
+        """Seconds after that, in which gradients were summed over replicas."""
         self.idle = 0.0
         """Share of `seconds` in which a stage computed nothing: the mean over all stages, the same on all ranks."""
         self._built: _BuiltSchedule | None = None
@@ -163,13 +165,21 @@ class Pipeline(nn.Module):
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=labels.device)
         dist.all_reduce(total, group=self.stages)  # waits for the last stage
         self.passes, self.seconds = built.clock.end()
+        began = time.perf_counter()
         self._sum_over_replicas()
         self._sum_tied()
         busy = sum(timed.end - timed.start for timed in self.passes) / self.seconds
         figures = torch.tensor([total, 1 - busy], device=labels.device)
         dist.all_reduce(figures)
+        self.seconds_summing = time.perf_counter() - began
         self.idle = figures[1].item() / dist.get_world_size()
         return figures[0].item() / self.stage.count
+
+    def seconds_of_parts(self) -> dict[str, float]:
+        """Return where the last step's time went: its passes, and waiting for and sending to other ranks."""
+        forward, backward = (sum(p.end - p.start for p in self.passes if p.kind == kind) for kind in "FB")
+        rest = max(0.0, self.seconds - forward - backward) + self.seconds_summing
+        return {"forward": forward, "backward": backward, "communication": rest}
 
     def _build_schedule(self, num_micro_batches: int, labels: torch.Tensor) -> _BuiltSchedule:
         """Return torch's schedule for this number and shape of micro-batches; rebuild it when either changes."""

@@ -87,7 +87,7 @@ def divert() -> None:
     out, err = _copy_of(sys.stdout, 1), _copy_of(sys.stderr, 2)
     console.use_streams(guarded(out), guarded(err))
     faulthandler.enable(err)
-    _diverted = _Diverted(tempfile.TemporaryFile(buffering=0))
+    _diverted = _Diverted(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  open as long as the process
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(_diverted.early.fileno(), number)
         setattr(sys, name, _Lines(getattr(sys, name), number, f"[rank {rank}] " if rank else ""))
@@ -131,7 +131,7 @@ def crash_notes() -> str:
         return f"gearbox: what libraries printed is in {_diverted.log}"
     sys.stdout.flush()
     sys.stderr.flush()
-    with suppress(OSError), open("/proc/self/fd/2", "rb") as log:
+    with suppress(OSError), Path("/proc/self/fd/2").open("rb") as log:
         log.seek(max(0, os.fstat(2).st_size - TAIL_BYTES))
         text = redact(log.read().decode(errors="replace").strip())
         return f"gearbox: libraries printed before:\n{text}" if text else ""
@@ -141,7 +141,7 @@ def crash_notes() -> str:
 def _copy_of(stream: TextIO, number: int) -> TextIO:
     """Return a stream to a copy of a file descriptor, which stays when the descriptor is diverted."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return open(os.dup(number), "w", buffering=1, encoding=encoding, errors="backslashreplace")
+    return os.fdopen(os.dup(number), "w", buffering=1, encoding=encoding, errors="backslashreplace")
 
 
 def _show_errors() -> None:

@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def without_quiet(arguments: list[str]) -> list[str]:
-    """Return the arguments without --quiet. If it is there, print only warnings, refusals and last lines from now on."""
+    """Return the arguments without --quiet. If it is there, print only what matters from now on."""
     if "--quiet" in arguments:
         console.be_brief()
     return [word for word in arguments if word != "--quiet"]

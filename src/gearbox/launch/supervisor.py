@@ -191,8 +191,8 @@ class Supervisor:
         self.saved_step = max(self.saved_step, saved_step)
         if self.num_restarts > MAX_RESTARTS:
             self._print(
-                f"gearbox: {MAX_RESTARTS} restarts in a row saved no checkpoint after step {self.saved_step}; see the errors "
-                f"above; {self.run_folder} keeps the results so far"
+                f"gearbox: {MAX_RESTARTS} restarts in a row saved no checkpoint after step {self.saved_step}; see the "
+                f"errors above; {self.run_folder} keeps the results so far"
             )
             return EXIT_FAILED
         self._print(

@@ -23,7 +23,7 @@ from typing import IO, NoReturn, TypedDict
 
 import psutil
 
-from gearbox import processes
+from gearbox import console, processes
 from gearbox.errors import UserError
 from gearbox.launch import lifeline, outcome
 from gearbox.launch.environment import LaunchEnvironment

@@ -6,26 +6,50 @@ import json
 import math
 import resource
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from rich import progress as rich_progress
-from rich.console import Console
 
-from gearbox import filesystem
+from gearbox import filesystem, processes
 from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
-from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.checkpoint.train_state import StepResult
 from gearbox.console import styled
 from gearbox.metrics import metrics_file
+from gearbox.metrics.clock import StepClock
+from gearbox.metrics.progress import Progress, saved_text
 from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None
-LINE_SECONDS = 10  # between two progress lines if the screen is not a terminal
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run, and what is known of them before it."""
+
+    count: int = 1
+    predicted_bytes: int | None = None
+    """Predicted peak memory of this rank, or None if the family has no closed form."""
+    flops_per_token: float | None = None
+    """Operations of a training token, without what checkpointing computes again; None likewise."""
+    peak_flops: float | None = None
+    """Operations that a device can do in a second, or None if that is not known."""
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the share of all devices' peak that a speed reaches, or None if it is not known."""
+        if self.flops_per_token is None or self.peak_flops is None:
+            return None
+        return round(tokens_per_second * self.flops_per_token / (self.count * self.peak_flops), 4)
+
+
+def memory_bytes() -> int:
+    """Return the memory of this rank now: allocated on its GPU if it has one, else the process's."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else processes.resident_memory()
 
 
 def memory_peak_bytes() -> int:
@@ -44,27 +68,26 @@ class Metrics:
     def __init__(
         self,
         folder: Path,
-        screen: Console,
-        num_steps: int,
-        state: TrainState,
+        progress: Progress,
+        clock: StepClock,
         saved_step: int = 0,
-        predicted_bytes: int | None = None,
+        devices: Devices = Devices(),
     ) -> None:
-        """Store the parameters.
-
-        `saved_step` is the step of the folder's checkpoint, 0 without one. `predicted_bytes` is the predicted peak
-        memory of this rank.
-        """
-        self.folder, self.screen, self.num_steps, self.state = folder, screen, num_steps, state
-        self.saved_step, self.predicted_bytes = saved_step, predicted_bytes
+        """Store the parameters. `saved_step` is the step of the folder's checkpoint, 0 without one."""
+        self.folder, self.progress, self.clock = folder, progress, clock
+        self.screen, self.state = progress.screen, progress.state
+        self.saved_step, self.devices = saved_step, devices
+        self.waited_for_saves: Callable[[], float] = lambda: 0.0
+        """Returns the seconds for which training has waited for saves."""
+        self._waited = 0.0
         self.path = folder / "metrics.jsonl"
-        self.writes = not screen.quiet
+        self.writes = not self.screen.quiet
         self.waiting: list[str] = []
         self.is_whole = False
         """Whether the file must be rewritten completely, as on storage that cannot append."""
         self.board: Any = None
-        self.last = self.last_line = time.perf_counter()
-        self.first_step = state.step + 1
+        self.last = time.perf_counter()
+        self.first_step = self.state.step + 1
         self.idle_since: float | None = None
         """Time of the previous run's last line, in seconds since 1970; None for a new run."""
 
@@ -74,19 +97,11 @@ class Metrics:
                 self.idle_since = self.path.stat().st_mtime
             self._take_over()
             self._open_board(self.first_step)
-            text = rich_progress.TextColumn("{task.fields[text]}")
-            counter, left = rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
-            columns = (rich_progress.BarColumn(bar_width=16), counter, text, left)  # fits 80 characters
-            self.bar = rich_progress.Progress(
-                *columns, console=self.screen, disable=not self.screen.is_terminal, transient=True
-            )
-            self.task = self.bar.add_task("training", total=self.num_steps, text="", completed=self.state.step)
-            self.bar.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.writes:
-            self.bar.stop()
+            self.progress.close()
             self._catch_up()
             with suppress(OSError):
                 if self.board is not None:
@@ -99,10 +114,10 @@ class Metrics:
             return
         kept, aside = metrics_file.drop_after(self.path, self.state.step, self.state.evaluated)
         if kept.bad:
-            self.screen.print(f"{self.path}: damaged lines set aside in {aside.name}: {len(kept.bad)}")
+            self.screen.print_always(f"{self.path}: damaged lines set aside in {aside.name}: {len(kept.bad)}")
         last = max((record["step"] for record in kept.good if "rows_hash" in record), default=0)
         if last < self.saved_step:
-            self.screen.print(f"{self.path}: the lines of steps {last + 1} to {self.saved_step} are lost")
+            self.screen.print_always(f"{self.path}: the lines of steps {last + 1} to {self.saved_step} are lost")
 
     def sync(self) -> None:
         """Flush the lines and TensorBoard's events to disk."""
@@ -116,64 +131,62 @@ class Metrics:
     def step(self, batch: StepBatch, result: StepResult, rate: float, is_spike: bool) -> None:
         """Record the optimizer step that `state` has just counted. Speeds cover the time since the previous step."""
         now, step = time.perf_counter(), self.state.step
-        speed = batch.num_tokens / (now - self.last)
-        self.state.seconds += now - self.last
+        seconds = now - self.last
+        speed = batch.num_tokens / seconds
+        self.state.seconds += seconds
         self.last = now
         marks: dict[str, JsonScalar] = {"spike": True} if is_spike else {}
         if self.idle_since is not None and step == self.first_step:
             marks["seconds_without_a_step"] = round(time.time() - self.idle_since, 1)
         optional = {name: getattr(result, name) for name in ("idle", "router_loss", "expert_load", "rank_load")}
-        optional["memory_predicted_bytes"] = self.predicted_bytes
-        self.log(
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=rate,
+        optional |= {"memory_predicted_bytes": self.devices.predicted_bytes, "mfu": self.devices.mfu(speed)}
+        waited, self._waited = self._waited, self.waited_for_saves()
+        numbers: dict[str, JsonScalar] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": rate,
             **{name: number for name, number in optional.items() if number is not None},
-            rows_hash=self.state.rows_hash,
-            tokens=self.state.tokens,
-            tokens_supervised=self.state.tokens_supervised,
-            tokens_per_second=round(speed, 1),
-            seconds=round(self.state.seconds, 3),
-            memory_peak_bytes=memory_peak_bytes(),
-            num_skipped=self.state.num_skipped,
+            "rows_hash": self.state.rows_hash,
+            "tokens": self.state.tokens,
+            "tokens_supervised": self.state.tokens_supervised,
+            "tokens_per_second": round(speed, 1),
+            "tokens_per_second_per_device": round(speed / self.devices.count, 1),
+            "seconds": round(self.state.seconds, 3),
+            **self.clock.read(),
+            "seconds_save": round(self._waited - waited, 6),
+            "memory_bytes": (held := memory_bytes()),
+            "memory_peak_bytes": max(held, memory_peak_bytes()),  # the kernel updates a process's peak later
+            "num_skipped": self.state.num_skipped,
             **marks,
-        )
+        }
+        self.log(**numbers)
         if self.writes:
-            self._show_step(result, rate, speed)
-
-    def _show_step(self, result: StepResult, rate: float, speed: float) -> None:
-        """Advance the progress bar, or print a line every few seconds if the screen is not a terminal."""
-        step = self.state.step
-        text = f"loss {result.loss:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s"
-        if result.idle is not None:
-            text += f"  {result.idle:.0%} idle"
-        if result.expert_load is not None:
-            text += f"  load {result.expert_load:.2f}"
-        self.bar.update(self.task, completed=step, text=text)
-        if result.skipped:
-            self.screen.print(f"step {step}/{self.num_steps}  loss or gradients not finite: step skipped on all ranks")
-        is_end = step in (self.first_step, self.num_steps)
-        if not self.screen.is_terminal and (is_end or self.last - self.last_line > LINE_SECONDS):
-            self.last_line = self.last
-            left = self.state.seconds / step * (self.num_steps - step)
-            self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
+            self.progress.step(numbers, batch.num_tokens, seconds)
+            if result.skipped:
+                self.progress.warning("loss or gradients not finite: step skipped on all ranks")
 
     def evaluation(self, loss: float, exact_match: float | None) -> None:
         """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
         self.log(eval_loss=loss, **({} if exact_match is None else {"eval_exact_match": exact_match}))
         exact = "" if exact_match is None else f"  exact match {exact_match:.1%}"
-        self.screen.print(f"step {self.state.step}/{self.num_steps}  held-out loss {loss:.4f}{exact}")
+        self.progress.event(f"held-out loss {loss:.4f}{exact}")
+        self.restart()
+
+    def restart(self) -> None:
+        """Exclude the time since the last step from the next step's speed."""
         self.last = time.perf_counter()
 
     def save(self, facts: SaveFacts | SaveFailure) -> None:
         """Record a checkpoint that is complete, or a failure to write one."""
         if isinstance(facts, SaveFailure):
-            self.screen.print(
+            self.screen.print_always(
                 styled(
                     (f"checkpoint of step {facts.save_failed} not written", "bold red"),
                     f": {facts.save_error}; the last complete one is of step {facts.last_saved}; the save is retried",
                 )
             )
+        else:
+            self.progress.event(saved_text(facts.saved, facts.save_bytes, facts.save_stall_seconds, facts.save_seconds))
         self.log(**asdict(facts))
         self._catch_up()
 
@@ -189,7 +202,9 @@ class Metrics:
             self.waiting.clear()
         except OSError as error:
             if len(self.waiting) == 1 and not self.is_whole:
-                self.screen.print(f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory")
+                self.screen.print_always(
+                    f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory"
+                )
         try:
             for name, number in numbers.items():
                 if isinstance(number, int | float) and self.board is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from gearbox.config.job import Job
 from gearbox.console import format_bytes
 from gearbox.errors import UserError
 from gearbox.planning.architecture import Architecture, Config
+from gearbox.planning.cost import flops_per_token
+from gearbox.planning.layer_memory import Setup
 from gearbox.planning.memory import Prediction, predict
 
 KEPT = 2  # times the predicted memory, with the freed blocks that the C library keeps: SmolLM2 135M took 1.2 and 1.9
@@ -24,15 +27,18 @@ class Fit:
     """Bytes of the device that the run can take."""
     before: int = 0
     """Bytes that the process holds apart from the model, which count as its memory on a CPU."""
+    flops_per_token: float | None = None
+    """Operations of a training token, without what checkpointing computes again. None if the family is not known."""
 
     @classmethod
     def of(cls, config: Config, job: Job, available: int, before: int | None = None) -> Fit:
         """Predict the memory of a model with this config.json. `before` is what a process on a CPU holds now."""
-        try:
-            prediction = predict(Architecture.of(config), job, on_cpu=before is not None)
-        except UserError:
-            prediction = None
-        return cls(prediction, available, 0 if before is None else before + FIRST_STEP)
+        prediction, flops = None, None
+        with suppress(UserError):
+            shape = Architecture.of(config)
+            flops = flops_per_token(shape, replace(Setup.of(job), checkpointing="none"), job.recipe.batch.row_tokens)
+            prediction = predict(shape, job, on_cpu=before is not None)
+        return cls(prediction, available, 0 if before is None else before + FIRST_STEP, flops)
 
     @property
     def predicted_bytes(self) -> int | None:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint.disk_space import DiskPlan
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
 from gearbox.config.recipe_values import TITLES
-from gearbox.console import styled
+from gearbox.console import Screen, styled
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed.verification import EngineFacts
 from gearbox.model.dropout import listed
@@ -98,7 +97,7 @@ class Plan:
             lines["rehearsal"] = "; ".join([small, *shortened(recipe, self.job.full_size)])
         return lines
 
-    def show(self, screen: Console) -> None:
+    def show(self, screen: Screen) -> None:
         """Print the lines."""
         show_lines(screen, self.lines())
 
@@ -118,10 +117,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
-def show_lines(screen: Console, lines: dict[str, str]) -> None:
+def show_lines(screen: Screen, lines: dict[str, str]) -> None:
     """Print each label and its text, with the texts aligned in one column."""
     for name, text in lines.items():
-        screen.print(styled((f"{name:<24}", "bold red" if name == WARNING else "cyan"), text))
+        is_warning = name == WARNING
+        show = screen.print_always if is_warning else screen.print
+        show(styled((f"{name:<24}", "bold red" if is_warning else "cyan"), text))
 
 
 def data_facts(

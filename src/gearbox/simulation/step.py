@@ -45,6 +45,7 @@ from gearbox.distributed.process_group import ProcessGroup
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.kernels import attention, head, lora, pointwise
 from gearbox.launch.environment import of_first_rank
+from gearbox.metrics.clock import Phases, StepClock
 from gearbox.model import adapters, loading, loss, probes
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
@@ -323,7 +324,7 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
     batch = StepBatch([dict(micro)] * plan.accumulation_steps, plan.rows * tokens, plan.rows * tokens, [])
     first: Counter[str] = Counter()
 
-    def heartbeat(phase: str) -> None:
+    def look(phase: str) -> None:
         gpu.recount((parameter.grad for parameter in engine.unwrapped.parameters()), "gradients")
         if phase == "micro-batch 2":
             first.update(gpu.sent)
@@ -334,7 +335,9 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
     for _ in range(NUM_STEPS):
         gpu.forget_peak()
         first.clear()
-        loop.train_step(engine, batch, engine.job.recipe.optim.max_grad_norm, heartbeat)
+        loop.train_step(
+            engine, batch, engine.job.recipe.optim.max_grad_norm, Phases(StepClock(torch.device("cpu")), look)
+        )
     return first, Counter(gpu.sent)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -14,6 +13,7 @@ from gearbox.distributed.engine import Engine
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.errors import UserError
 from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
+from gearbox.metrics.clock import Phases, StepClock
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import imbalance, pop_loads, pop_router_loss, router_weight
 from gearbox.planning.layer_memory import pass_tokens
@@ -36,15 +36,18 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
         if stop or state.step == rows.num_steps:
             return stop and (state.step < rows.num_steps or outputs.checkpointer.saved_step == state.step)
 
-        heartbeat = heartbeats_of(state.step + 1, watchdog)
-        heartbeat("rows")
+        enter = phases_of(state.step + 1, watchdog, outputs.metrics.clock)
+        enter("rows", "data")
         batch = ahead.take(state.step)
+        enter("start", "")
         engine.seed_step(state.step)
         rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)
         engine.set_learning_rate(rate)
-        result = train_step(engine, batch, recipe.optim.max_grad_norm, heartbeat)
+        result = train_step(engine, batch, recipe.optim.max_grad_norm, enter)
+        enter("end", "")
         is_spike = state.advance(batch, result)
         outputs.metrics.step(batch, result, rate, is_spike)
+        outputs.profile.after(state.step)
         refuse_divergence(recipe.run.max_bad_steps, rows, state, batch, result)
         if state.step == first_step + 1:  # startup is slow, later steps are not: detect hangs from here
             outputs.run.mark_started()
@@ -52,35 +55,37 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
             watchdog.arm(outputs.run.hang_folder, recipe.run.hang_timeout)
 
 
-def heartbeats_of(step: int, watchdog: Watchdog) -> Callable[[str], None]:
-    """Return a function that reports the phase of the step to the watchdog."""
-    return lambda phase: watchdog.heartbeat(f"step {step}, {phase}")
+def phases_of(step: int, watchdog: Watchdog, clock: StepClock) -> Phases:
+    """Return a function that reports a phase of the step to the watchdog and to the clock."""
+    return Phases(clock, lambda phase: watchdog.heartbeat(f"step {step}, {phase}"))
 
 
-def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]) -> StepResult:
+def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Phases) -> StepResult:
     """Take one optimizer step on this rank's micro-batches. Return loss and gradient norm of the global step.
 
     The loss is the sum over the target tokens of all ranks, divided by their number. If loss or gradient is not finite
     on one rank, the norm is not finite on any rank, and no rank takes the step.
     """
     if engine.pipeline is not None:
-        return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, heartbeat)
+        return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, enter)
     step_loss = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
-        heartbeat(f"micro-batch {number}")
         with engine.accumulating():
             passes = passes_of(engine, micro_batch)
             for one_pass in passes:
                 is_last = one_pass is passes[-1]
+                enter(f"micro-batch {number}", "forward")
                 with engine.forward_inputs(one_pass, is_last) as inputs:
                     loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its targets' losses
                     step_loss += loss.detach()
                     if is_last and engine.is_last_micro_batch:
+                        enter("loss of all ranks", "communication")
                         step_loss = engine.sum_over_ranks(step_loss)
                         loss = loss * (1 + 0 * step_loss)  # NaN on all ranks if any loss is not finite
+                    enter(f"micro-batch {number}, backward", "backward")
                     engine.backward(loss)
             if engine.is_last_micro_batch:
-                heartbeat("gradient norm")
+                enter("gradient norm", "optimizer")
                 # All numbers are read here, so that the host waits once and queues the next step behind the optimizer.
                 grad_norm = engine.clip_gradients(max_grad_norm)
                 router_loss, loads = mean_router_loss(engine, batch.num_targets), loads_of_experts(engine)
@@ -102,13 +107,15 @@ def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
 
 
 def train_pipeline_step(
-    engine: Engine, pipeline: Pipeline, batch: StepBatch, max_grad_norm: float, heartbeat: Callable[[str], None]
+    engine: Engine, pipeline: Pipeline, batch: StepBatch, max_grad_norm: float, enter: Phases
 ) -> StepResult:
     """Take the same step under pipeline parallelism: the pipeline takes all micro-batches at once."""
-    heartbeat("pipeline")
+    enter("pipeline", "")
     micro_batches = [engine.to_device(micro_batch) for micro_batch in batch.micro_batches]
     loss = pipeline.step(micro_batches, 1 / max(1, batch.num_targets))
-    heartbeat("gradient norm")
+    for part, seconds in pipeline.seconds_of_parts().items():
+        enter.clock.add(part, seconds)
+    enter("gradient norm", "optimizer")
     grad_norm = engine.clip_gradients(max_grad_norm) if math.isfinite(loss) else math.nan
     result = StepResult(loss, grad_norm, mean_router_loss(engine, batch.num_targets), idle=pipeline.idle)
     engine.step_and_zero(skip=not math.isfinite(grad_norm))

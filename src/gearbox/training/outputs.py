@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from gearbox.checkpoint.checkpointer import Checkpointer, SaveFacts, SaveFailure
 from gearbox.checkpoint.manifest import Manifest, WrittenBy
 from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.train_state import TrainState
+from gearbox.config.gear import Gear
 from gearbox.config.loader import recipe_for_manifest
+from gearbox.distributed import engine as engines
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
-from gearbox.metrics.recorder import Metrics
+from gearbox.metrics.clock import StepClock
+from gearbox.metrics.profile import Profiler
+from gearbox.metrics.progress import Progress
+from gearbox.metrics.recorder import Devices, Metrics
+from gearbox.planning import gpus
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
 from gearbox.training import run_folder
@@ -82,16 +90,45 @@ class Outputs:
     run: Run
     metrics: Metrics
     checkpointer: Checkpointer
+    profile: Profiler
+
+
+def parts_not_told_apart(gear: Gear) -> frozenset[str]:
+    """Return the parts of a step that this gear mixes with others: ZeRO steps inside its backward pass."""
+    return frozenset(["communication"] * (gear.num_processes == 1) + ["optimizer"] * (gear.zero_stage > 0))
+
+
+def devices_of(engine: Engine) -> Devices:
+    """Return what is known of the run's devices. A peak is known in bf16 only."""
+    fit, kind = engine.fit, None
+    if engine.device.type == "cuda" and engines.precision(engine.job.gear) == "bf16":
+        kind = gpus.kind_of(torch.cuda.get_device_name(engine.device))
+    return Devices(
+        count=engine.world.size,
+        predicted_bytes=None if fit is None else fit.predicted_bytes,
+        flops_per_token=None if fit is None else fit.flops_per_token,
+        peak_flops=None if kind is None or kind.tflops is None else kind.tflops * 1e12,
+    )
 
 
 @contextmanager
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
-    predicted = None if plan.fit is None else plan.fit.predicted_bytes
-    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step, predicted) as metrics:
+    screen, log_every = engine.world.screen, engine.job.recipe.run.log_every
+    progress = Progress(screen, run.state, plan.num_steps, log_every)
+    clock = StepClock(engine.device, parts_not_told_apart(engine.job.gear))
+    with Metrics(run.folder, progress, clock, run.saved_step, devices_of(engine)) as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
+        metrics.waited_for_saves = lambda: checkpointer.seconds_waited
         watchdog.watch_peers(engine.world.pids_of_node())
-        yield Outputs(run, metrics, checkpointer)
+        place = (engine.world.rank, engine.device)
+        profile = Profiler(run.folder / "profile", engine.job.recipe.run, plan.num_steps, screen, place)
+        profile.on_end = metrics.restart
+        profile.open(run.state.step)
+        try:
+            yield Outputs(run, metrics, checkpointer, profile)
+        finally:
+            profile.close()
         checkpointer.close()

@@ -143,7 +143,9 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     if gear.shares_rows and by_document:  # else flash attention, which only ulysses takes
         probes.check_divided_rows(config, tokenizer, recipe.batch.row_tokens)
     if recipe.model.attention == "auto" and engines.attends_by_document(gear) and not by_document:
-        world.screen.print_always(f"hint: {config.model_type} cannot compute attention by document; masks isolate documents")
+        world.screen.print_always(
+            f"hint: {config.model_type} cannot compute attention by document; masks isolate documents"
+        )
     # Before loading, because ZeRO-3 shards the model while it loads.
     accelerator = engines.create_accelerator(job, bool(unreached) or probes.may_skip_experts(config))
     stage = engines.stage_of_rank(gear, world.rank)
