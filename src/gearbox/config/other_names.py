@@ -24,7 +24,7 @@ KEYS = {
     "adapter.targets": "lora_target_modules target_modules lora_target lora_target_linear lora_attn_modules",
     "data.path": """
         dataset datasets dataset_path dataset_name dataset_dir train_file train_files data_files train_data
-        train_dataset file_names data_path data_prefix dataset_mixer train_ds""",
+        train_dataset file_names data_path data_prefix dataset_mixer dataset_mixture pretraining_dataset train_ds""",
     "data.split": "dataset_split train_split dataset_train_split",
     "data.form": "dataset_type ds_type formatting template_type",
     "data.fields": "dataset_text_field text_column field columns column_map prompt_template",
@@ -39,7 +39,7 @@ KEYS = {
         batch_size global_batch_size train_batch_size total_batch_size effective_batch_size""",
     "batch.row_tokens": """
         max_seq_length max_seq_len max_length sequence_len sequence_length seq_length seq_len cutoff_len
-        model_max_length block_size context_length max_tokens encoder_seq_length""",
+        model_max_length block_size context_length max_tokens encoder_seq_length max_packed_sequence_len""",
     "batch.micro_rows": """
         per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu
         per_gpu_train_batch_size""",
@@ -49,6 +49,7 @@ KEYS = {
     "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2 betas1",
     "optim.eps": "adam_epsilon epsilon adam_eps",
     "optim.weight_decay": "wd",
+    "optim.master_weights": "pure_bf16",
     "optim.max_grad_norm": "gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_grad max_norm",
     "schedule": "lr_scheduler scheduler lr_schedule sched",
     "schedule.name": "lr_scheduler_type scheduler_type lr_scheduler_name lr_decay_style lr_schedule_type",
@@ -62,15 +63,19 @@ KEYS = {
     "eval.every": """
         eval_steps evals_per_epoch val_check_interval eval_interval evaluation_interval eval_freq
         run_val_every_n_steps eval_every""",
-    "eval.fraction": "val_set_size test_size val_size validation_split eval_fraction validation_split_percentage",
+    "eval.fraction": """
+        val_set_size test_size val_size validation_split eval_fraction validation_split_percentage test_split_size""",
     "eval.path": """
-        eval_dataset test_datasets validation_file eval_file validation_ds val_dataset dataset_validation eval_path
-        eval_data""",
+        eval_dataset test_datasets dataset_test_split validation_file eval_file validation_ds val_dataset
+        dataset_validation eval_path eval_data""",
     "save": "checkpointer",
     "save.every": "save_steps saves_per_epoch checkpoint_every save_interval checkpoint_interval save_every",
     "save.keep": "save_total_limit save_top_k keep_last_n_checkpoints max_checkpoints",
     "perf": "performance speed",
-    "perf.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_plugin",
+    "perf.kernels": """
+        use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_plugin liger_rms_norm liger_glu_activation
+        liger_layer_norm liger_rope liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel
+        use_kernels use_unsloth""",
     "perf.compile": "torch_compile torchcompile compile_model use_torch_compile",
     "perf.checkpointing": """
         gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing activation_checkpointing
@@ -82,6 +87,7 @@ KEYS = {
     "run.name": "run_name experiment_name wandb_name wandb_run_id exp_name",
     "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_if_exists resume_checkpoint",
     "run.hang_timeout": "ddp_timeout timeout",
+    "run.max_bad_steps": "loss_watchdog_patience",
 }
 """For each key or group of a recipe, the names that mean the same elsewhere."""
 
@@ -115,7 +121,42 @@ ADVICE = {
         push_to_hub hub_model_id hub_token save_safetensors hub_strategy""",
     "remove it: documents in a row never see each other, and are shuffled by train.seed": """
         group_by_length shuffle shuffle_seed pad_to_sequence_len pad_to_multiple_of""",
-    "remove it: it is not needed": "do_train dataloader_drop_last remove_unused_columns use_cache",
+    "remove it: it is not needed": """
+        do_train dataloader_drop_last remove_unused_columns use_cache strict skip_prepare_dataset dataset_kwargs
+        lora_task_type lora_fan_in_fan_out resize_vocab resize_token_embeddings_to_32x low_cpu_ram low_cpu_mem_usage""",
+    "remove it: accelerate_configs/*.yaml sets how ranks divide the work": """
+        fsdp_version ddp_find_unused_parameters dp_shard_size dp_replicate_size context_parallel_size cp_size
+        tensor_parallel_size sequence_parallel_degree fsdp_cpu_offload custom_sharded_layers tensor_parallel_dim
+        tensor_parallel_plan tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+        sequence_parallel device device_map local_rank""",
+    "remove it: the files of model.name choose the classes of model and tokenizer": """
+        model_type tokenizer tokenizer_type processor_type tokenizer_use_fast use_fast_tokenizer
+        tokenizer_name_or_path tokenizer_config""",
+    "remove it: the tokenizer and data.chat_template decide the tokens that end turns and documents": """
+        eos_token pad_token eot_tokens train_on_eos train_on_eot""",
+    "remove it: the loss is cross-entropy, averaged over all trained tokens of a step": """
+        average_tokens_across_devices loss""",
+    "remove it: the head computes its loss in chunks, and perf.kernels chooses kernels": "plugins cut_cross_entropy",
+    "remove it: this version has nothing like it": """
+        neftune_noise_alpha label_smoothing_factor optimizer_in_bwd unfrozen_parameters freeze_trainable_layers
+        lora_target_parameters loss_watchdog_threshold quantize_moe_experts""",
+    "remove it: metrics.jsonl and the report of a run show it": """
+        wandb_log_model log_peak_memory_stats include_tokens_per_second include_num_input_tokens_seen""",
+    "remove it: an evaluation uses batch.micro_rows": "per_device_eval_batch_size eval_batch_size",
+    "use perf.checkpointing": "gradient_checkpointing_kwargs use_reentrant use_reentrant_gc selective_checkpointing",
+    "remove it: rows of packed documents are cut where documents end": """
+        packing_strategy padding_free eval_packing batch_flattening multipack_real_batches sample_packing_group_size
+        sample_packing_bin_size""",
+    "remove it: a checkpoint has all that a resumed run needs, and model/ the weights": """
+        save_only_model save_adapter_weights_only""",
+    "remove it: with model.add_tokens, the embedding and the head are adapted too": """
+        lora_modules_to_save modules_to_save additional_target""",
+    "use data.split, with a slice such as train[:1000]": "max_samples max_train_samples num_samples",
+    "use data.path, with a list of {path, weight}": "interleave_probs mix_strategy",
+    "remove it: src/prepare.py writes shards that a run streams": "streaming dataset_streaming",
+    "remove it: all weights have the rate optim.lr, and schedule.name decides its end": """
+        lr_scheduler_kwargs cosine_min_lr_ratio min_lr lr_min loraplus_lr_ratio embedding_lr""",
+    "remove it, and set HF_TOKEN in the environment": "hf_use_auth_token hf_hub_token use_auth_token",
 }
 """What to do, for the names elsewhere that no key of a recipe equals."""
 
