@@ -25,6 +25,7 @@ from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None
+LARGEST_LOG = 700.0  # exp of more is infinite
 LINE_SECONDS = 10  # between two progress lines if the screen is not a terminal
 
 
@@ -158,11 +159,20 @@ class Metrics:
             left = self.state.seconds / step * (self.num_steps - step)
             self.screen.print(f"step {step}/{self.num_steps}  {text}  {left:.0f} s left")
 
-    def evaluation(self, loss: float, exact_match: float | None) -> None:
+    def evaluation(self, loss: float, exact_match: float | None = None, metric: float | None = None) -> None:
         """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
-        self.log(eval_loss=loss, **({} if exact_match is None else {"eval_exact_match": exact_match}))
-        exact = "" if exact_match is None else f"  exact match {exact_match:.1%}"
-        self.screen.print(f"step {self.state.step}/{self.num_steps}  held-out loss {loss:.4f}{exact}")
+        perplexity = math.exp(loss) if loss < LARGEST_LOG else math.inf
+        optional = {"eval_exact_match": exact_match, "eval_metric": metric}
+        given = {name: number for name, number in optional.items() if number is not None}
+        self.log(eval_loss=loss, eval_perplexity=perplexity, **given)
+        text = f"held-out loss {loss:.4f}  perplexity {perplexity:.4g}"
+        text += "" if exact_match is None else f"  exact match {exact_match:.1%}"
+        text += "" if metric is None else f"  metric {metric:.4g}"
+        self.screen.print(f"step {self.state.step}/{self.num_steps}  {text}")
+        self.skip_time()
+
+    def skip_time(self) -> None:
+        """Exclude the time since the last step from the next step's speed."""
         self.last = time.perf_counter()
 
     def save(self, facts: SaveFacts | SaveFailure) -> None:

@@ -12,7 +12,15 @@ from gearbox import filesystem
 from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError
 
-FILES = ("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "report.html")
+FILES = (
+    "resolved.yaml",
+    "status.json",
+    "metrics.jsonl",
+    "metrics.jsonl.bad",
+    "answers.jsonl",
+    "dropped.jsonl",
+    "report.html",
+)
 FOLDERS = ("base", "model", "hang", "tensorboard")
 BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json")
 MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty

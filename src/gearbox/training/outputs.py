@@ -13,6 +13,7 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
+from gearbox.metrics.answers_file import AnswersFile
 from gearbox.metrics.recorder import Metrics
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
@@ -82,6 +83,7 @@ class Outputs:
     run: Run
     metrics: Metrics
     checkpointer: Checkpointer
+    answers: AnswersFile
 
 
 @contextmanager
@@ -93,5 +95,5 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
         watchdog.watch_peers(engine.world.pids_of_node())
-        yield Outputs(run, metrics, checkpointer)
+        yield Outputs(run, metrics, checkpointer, AnswersFile(run.folder, engine.world.screen, run.state.evaluated))
         checkpointer.close()
