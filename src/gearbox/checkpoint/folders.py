@@ -7,7 +7,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from gearbox import filesystem
 from gearbox.checkpoint.manifest import (
@@ -82,7 +81,7 @@ def prune(parent: Path, keep: int, renames: bool = True) -> None:
     The newest checkpoint knows the best step. If that was not saved, the one with the lowest held-out loss is kept.
     """
     complete: dict[int, float | None] = {}
-    best_step: object = None
+    best_step: int | None = None
     for step, folder in list_checkpoints(parent):
         try:
             manifest = read_manifest(folder)
@@ -94,7 +93,7 @@ def prune(parent: Path, keep: int, renames: bool = True) -> None:
     kept = set(sorted(complete)[-keep:])
     evaluated = {step: loss for step, loss in complete.items() if loss is not None and math.isfinite(loss)}
     if best_step in complete:
-        kept.add(cast(int, best_step))
+        kept.add(best_step)
     elif evaluated:
         kept.add(min(evaluated, key=lambda step: (evaluated[step], -step)))
     for step, folder in _folders(parent):

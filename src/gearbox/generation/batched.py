@@ -64,9 +64,9 @@ def answer_all(
     model.eval()
     try:
         for round_of_shards in zip(*shards, strict=True):
-            # A place without a prompt repeats another one of the round. Its answer is dropped.
-            spare = next(i for batch in round_of_shards for i in batch if i is not None)
-            batches = [[rows[spare if i is None else i] for i in batch] for batch in round_of_shards]
+            # A place without a prompt takes another one of the round, without an answer.
+            spare = _Row(next(rows[i] for batch in round_of_shards for i in batch if i is not None).prompt, 0)
+            batches = [[spare if i is None else rows[i] for i in batch] for batch in round_of_shards]
             if not _answer_round(engine, batches, ends, keep_going):
                 return None
     finally:
@@ -100,7 +100,7 @@ def _answer_round(
         chosen = chosen.view(-1, len(own))[first_ranks]
         tokens[numbers, (lengths + count).clamp(max=tokens.shape[1] - 1)] = chosen[shard]
         for batch, its_tokens in zip(batches, chosen.tolist(), strict=True):
-            for row, token in {id(row): (row, token) for row, token in zip(batch, its_tokens, strict=True)}.values():
+            for row, token in zip(batch, its_tokens, strict=True):
                 if not row.is_done:
                     row.ended = token in ends
                     row.answer += [] if row.ended else [token]

@@ -27,7 +27,7 @@ class Metric:
     def __init__(self, name: str, world: World) -> None:
         """Load `exact_match`, or the function that path.py:function names. Raise UserError if that fails."""
         self.name, self.world = name, world
-        self.score: Callable[..., object] = _is_equal
+        self.score: Callable[[str, str, str], float] = _is_equal
         world.decide(self._load)
 
     def mean(self, answered: Sequence[Answered]) -> float:
@@ -42,8 +42,7 @@ class Metric:
     def _checked(self, one: Answered) -> float:
         place = f"eval.metric: {self.name}: of the question {one_line(Exception(one.question), 80)!r}"
         try:
-            score = self.score(*one)
-            number = float(score)  # type: ignore[arg-type]  whatever it is, it either converts or raises
+            number = float(self.score(*one))
         except (Exception, SystemExit) as error:
             raise UserError(f"{place}: raised {one_line_with_type(error)}; mend the function") from None
         if not math.isfinite(number):
@@ -56,7 +55,7 @@ def _is_equal(question: str, answer: str, expected: str) -> float:
     return float(answer.strip() == expected.strip())
 
 
-def _imported(file: Path, name: str) -> Callable[..., object]:
+def _imported(file: Path, name: str) -> Callable[[str, str, str], float]:
     """Return a function of a Python file, which may import its neighbours. Raise UserError if that fails."""
     where = f"eval.metric: {file}"
     spec = importlib.util.spec_from_file_location(f"metric_{file.stem}", file)

@@ -43,8 +43,8 @@ class AnswersFile:
         """Add the answers of one evaluation. A full disk stops nothing: the next evaluation writes all of them."""
         if self.screen.quiet or not lines:
             return
-        self.lines += [redacted({**line}) for line in lines]
-        text = "".join(json.dumps(line) + "\n" for line in self.lines)
+        self.lines += lines
+        text = "".join(json.dumps(redacted({**line})) + "\n" for line in self.lines)
         try:
             filesystem.atomic_write(self.path, text)
         except OSError as error:
