@@ -53,16 +53,13 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         engine.warm_up(rows.training)
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
-        questions = evaluation.SampleQuestions(rows.samples, engine, data.tokenizer)
-        if not run.state.step:
-            run.state.answers_before = questions.ask()
+        questions = evaluation.Questions.of(engine, rows, data.tokenizer, data.is_text)
         with open_outputs(plan, engine, run, watchdog) as outputs:
-            if loop.fit(engine, rows, run.state, outputs, watchdog):
+            if loop.fit(engine, rows, run.state, outputs, watchdog, questions):
                 return finish.end_stopped(run, world, watchdog)
             finish.end_training(run, rows.num_steps, world, watchdog)
-            answers = questions.ask()
-        finish.save_model(engine, data.tokenizer, run)
-        finish.report(plan, rows, data.tokenizer, answers, run, watchdog)
+        step = finish.save_model(engine, data.tokenizer, run)  # of the model: the last one, or the best
+        finish.report(plan, rows, data.tokenizer, outputs.answers.compared(step), run, watchdog)
     return 0
 
 

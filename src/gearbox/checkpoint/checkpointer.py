@@ -129,6 +129,7 @@ class Checkpointer:
             self._next_stage()
         is_last, every = state.step == num_steps, self.disk.save.every
         due = every > 0 and (state.step % every == 0 or is_last)
+        due = due or (self.disk.save.best and (state.best_step == state.step or is_last))
         due = due or (self._retry_at is not None and state.step >= self._retry_at) or stopping > 0
         if due and state.step > self.saved_step:
             self._wait()  # two saves never overlap

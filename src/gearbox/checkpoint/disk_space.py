@@ -41,8 +41,9 @@ class DiskPlan:
     def describe(self) -> str:
         """Return one line for the log."""
         size, every = format_bytes(self.num_bytes), self.save.every
-        when = f"each, every {every:,} steps; newest {self.save.keep} and the best kept"
-        line = f"{size} {when}" if every else f"{size}, only when a signal ends the run"
+        when = [f"every {every:,} steps"] * bool(every) + ["at each new best"] * self.save.best
+        kept = f"newest {self.save.keep} and the best kept"
+        line = f"{size} each, {', '.join(when)}; {kept}" if when else f"{size}, only when a signal ends the run"
         line += f"; {format_bytes(self.free_bytes)} free"
         line += f"; saved in the foreground: {self.memory_problem}" if self.memory_problem else ""
         return line + (f"; committed by their manifest: {self.rename_problem}" if self.rename_problem else "")
@@ -73,7 +74,7 @@ def plan_checkpoints(folder: Path, save: Save, num_bytes: int, memory_problem: s
     num_kept = save.keep + 2
     there = sum(path.lstat().st_size for path in folder.glob("step-*/*"))
     need, free = num_kept * num_bytes - there, free_bytes(folder)
-    if save.every and need > free:
+    if (save.every or save.best) and need > free:
         raise UserError(
             f"run.dir: {folder} has {format_bytes(free)} free; {num_kept} checkpoints of {format_bytes(num_bytes)} "
             f"(save.keep, best, one in progress) need another {format_bytes(need)}; free space or move run.dir"

@@ -76,18 +76,25 @@ def delete_unfinished(parent: Path) -> list[Path]:
 
 
 def prune(parent: Path, keep: int, renames: bool = True) -> None:
-    """Delete all but the newest `keep` checkpoints and the one with the lowest held-out loss."""
+    """Delete all but the newest `keep` checkpoints and the best one.
+
+    The newest checkpoint knows the best step. If that was not saved, the one with the lowest held-out loss is kept.
+    """
     complete: dict[int, float | None] = {}
+    best_step: int | None = None
     for step, folder in list_checkpoints(parent):
         try:
             manifest = read_manifest(folder)
             verify_sizes(folder, manifest.files)
+            best_step = best_step if complete else manifest.progress.get("best_step")
             complete[step] = manifest.eval_loss
         except CorruptCheckpoint:
             continue
     kept = set(sorted(complete)[-keep:])
     evaluated = {step: loss for step, loss in complete.items() if loss is not None and math.isfinite(loss)}
-    if evaluated:
+    if best_step in complete:
+        kept.add(best_step)
+    elif evaluated:
         kept.add(min(evaluated, key=lambda step: (evaluated[step], -step)))
     for step, folder in _folders(parent):
         if step not in kept and step < max(kept, default=0):

@@ -13,6 +13,9 @@ from gearbox.rows.batches import StepBatch, chain_hash
 
 RECENT_LOSSES = 32  # a loss is compared with these to find a spike
 FEW_LOSSES = 16  # spikes are not detected with fewer losses
+MAX_BEST_BY = 2000  # characters
+ADDED_LATER = {"best_by", "best_step", "best_score", "num_not_better", "score_before"}  # not in earlier checkpoints
+REMOVED = {"answers_before"}  # only in earlier checkpoints
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,16 @@ class TrainState:
     """The last step at which the held-out rows were evaluated."""
     eval_loss: Annotated[float, Field(strict=True)] | None = None
     """Held-out loss at that step."""
-    answers_before: dict[str, str] = field(default_factory=dict)
-    """Answers to the sample questions before the first step."""
+    best_by: Annotated[str, Field(max_length=MAX_BEST_BY)] = ""
+    """The figure that decides which evaluation is the best: an eval.metric, or the held-out loss."""
+    best_step: Count = 0
+    """The step of the best evaluation after the first step; 0 without one."""
+    best_score: Number | None = None
+    """The score of that evaluation; higher is better."""
+    num_not_better: Count = 0
+    """Evaluations in a row that were no new best."""
+    score_before: Number | None = None
+    """The score before the first step."""
 
     def advance(self, batch: StepBatch, result: StepResult) -> bool:
         """Count one step. Return True if its loss is a spike: it exceeds the recent maximum by the recent range."""
@@ -76,6 +87,22 @@ class TrainState:
         self.recent_losses = [*recent, result.loss][-RECENT_LOSSES:]
         return is_spike
 
+    def judge(self, score: float, by: str) -> None:
+        """Count an evaluation at this step. A score that is not finite is never the best; higher is better."""
+        if by != self.best_by:  # the recipe has changed, so earlier scores are not comparable
+            self.forget_best()
+            self.best_by = by
+        if not self.step:
+            self.score_before = score if math.isfinite(score) else None
+        elif math.isfinite(score) and (self.best_score is None or score > self.best_score):
+            self.best_step, self.best_score, self.num_not_better = self.step, score, 0
+        else:
+            self.num_not_better += 1
+
+    def forget_best(self) -> None:
+        """Forget earlier scores, as if the run had not been evaluated yet."""
+        self.best_by, self.best_step, self.best_score, self.num_not_better, self.score_before = "", 0, None, 0, None
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a dict."""
         return asdict(self)
@@ -83,7 +110,8 @@ class TrainState:
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> TrainState:
         """Create a state from JSON. Raise CorruptCheckpoint for fields of another version and for invalid values."""
-        if set(saved) != {one.name for one in fields(cls)}:
+        saved = {name: value for name, value in saved.items() if name not in REMOVED}
+        if not {one.name for one in fields(cls)} - ADDED_LATER <= {*saved} <= {one.name for one in fields(cls)}:
             raise CorruptCheckpoint(f"was written by another version: progress has the fields {sorted(saved)}"[:1000])
         try:
             return TypeAdapter(cls).validate_python(saved)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gearbox.checks.finding import Said, Severity
@@ -15,7 +17,8 @@ from gearbox.data import row_formats, sources
 from gearbox.data.records import RecordReader
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.data.sources import Origin, Unreadable, parse_json
-from gearbox.errors import UserError
+from gearbox.errors import UserError, nearest, one_line
+from gearbox.filesystem import MAX_SMALL_BYTES, read_limited
 
 if TYPE_CHECKING:
     from gearbox.checks.subject import Subject
@@ -78,6 +81,33 @@ def _reason(value: sources.JSON | Unreadable, names: row_formats.FieldNames) -> 
     return None
 
 
+def metric_problem(metric: str | None) -> str | None:
+    """Return why the file of a metric of the form path.py:function cannot have that function. Nothing is imported."""
+    file, _, function = (metric or "").rpartition(":")
+    if not file:
+        return None
+    try:
+        tree = ast.parse(read_limited(Path(file).expanduser(), MAX_SMALL_BYTES))
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}; give path.py:function"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{file}: is not Python: {one_line(error)}"
+    names = {name for node in tree.body for name in _names_of(node)}
+    if function not in names and "*" not in names:
+        return f"{file}: has no function {function!r}{nearest(function, sorted(names))}"
+    return None
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module may define; "*" if it may define any."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom):
+        stored = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+        return [*stored, *((one.asname or one.name) for one in getattr(node, "names", []))]
+    return [] if isinstance(node, ast.Expr) else ["*"]  # such as a function that `if` or `try` defines
+
+
 def records(subject: Subject) -> Iterator[Said]:
     """Check the first records of each file. The run checks all of them."""
     recipe = subject.recipe
@@ -85,6 +115,8 @@ def records(subject: Subject) -> Iterator[Said]:
     if not recipe.run.rehearse and {(source.path, source.split) for source in listed(recipe.data.path)} <= evaluated:
         text = "is all of data.path, and what is evaluated is not trained; give other documents, or use eval.fraction"
         yield subject.say(f"eval.path: {text}")
+    if (problem := metric_problem(recipe.eval.metric)) is not None:
+        yield subject.say(f"eval.metric: {problem}")
     for found in subject.first_records:
         for text, severity in found.problems:
             if text.startswith("data."):

@@ -81,9 +81,8 @@ def steps(subject: Subject) -> Iterator[Said]:
             "so the learning rate is rarely at its peak; 3% to 10% are usual",
             "hint",
         )
-    held_out = recipe.eval.path is not None or recipe.eval.fraction > 0
     for key, every, matters, what in (
-        ("eval.every", recipe.eval.every, held_out, "evaluates only at its start and end"),
+        ("eval.every", recipe.eval.every, recipe.eval.holds_out, "evaluates only at its start and end"),
         ("save.every", recipe.save.every, "every" in recipe.save.model_fields_set, "saves only at its end"),
     ):
         if every > num_steps and matters and (not is_trial or key in recipe.given):

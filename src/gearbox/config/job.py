@@ -103,14 +103,20 @@ BY_RECIPE = [
     Unused("data.split", lambda recipe: not any(map(_has_splits, _paths(recipe))), "data.path has no splits"),
     Unused("data.text_unit", lambda recipe: not any(map(_may_be_text, _paths(recipe))), "data.path has no .txt file"),
     Unused("eval.fraction", lambda recipe: recipe.eval.path is not None, "eval.path gives the documents"),
+    Unused("eval.samples", lambda recipe: not recipe.eval.holds_out, "no document is held out"),
     Unused(
-        "eval.every eval.samples eval.sample_tokens",
-        lambda recipe: recipe.eval.path is None and recipe.eval.fraction == 0,
+        "eval.every eval.sample_tokens",
+        lambda recipe: not recipe.eval.holds_out and not recipe.eval.prompts,
         "no document is held out",
     ),
     Unused("perf.pass_tokens", lambda recipe: not recipe.data.packing, "data.packing is false"),
     Unused("schedule.decay", lambda recipe: recipe.schedule.name != "wsd", "schedule.name is not wsd"),
-    Unused("eval.sample_tokens", lambda recipe: recipe.eval.samples == 0, "eval.samples is 0"),
+    Unused(
+        "eval.sample_tokens",
+        lambda recipe: not (recipe.eval.num_questions or recipe.eval.prompts),
+        "eval.samples is 0",
+    ),
+    Unused("eval.metric_documents", lambda recipe: recipe.eval.metric is None, "eval.metric is null"),
 ]
 """Keys whose effect depends only on the recipe and on which files exist."""
 BY_GEAR: list[tuple[str, tuple[EngineName, ...], str]] = [

@@ -20,6 +20,7 @@ from gearbox.config.recipe_values import (
     FilePath,
     Float,
     Int,
+    Metric,
     NonNegativeFloat,
     Paths,
     PositiveFloat,
@@ -29,6 +30,7 @@ from gearbox.config.recipe_values import (
     steps_of,
 )
 
+MAX_QUESTIONS = 256  # of a data set; more are not kept
 BUILTIN_TASKS = "builtin:tasks"
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would take gigabytes
@@ -256,9 +258,29 @@ class Eval(Group):
     """Documents to evaluate on instead of a fraction, read like `data.path` but without weights; copies of these are
     not trained on."""
     samples: Int = Field(2, ge=0)
-    """Number of held-out questions to answer before and after training, for you to read."""
+    """Number of held-out questions to answer at each evaluation, for you to read in `answers.jsonl`."""
+    prompts: list[Annotated[str, Field(min_length=1)]] = []
+    """Questions of your own to answer at each evaluation, such as `["reverse abcd"]`."""
     sample_tokens: Int = Field(48, ge=1)
-    """Maximum length of a sample answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
+    metric: Metric | None = None
+    """Score of answers to held-out questions: `exact_match`, or `path.py:function` for your own function. It takes the
+    texts question, answer and expected, and returns a number; higher is better."""
+    metric_documents: Int = Field(64, ge=1, le=MAX_QUESTIONS)
+    """Number of held-out documents whose answers the metric scores."""
+    patience: PositiveInt | None = None
+    """Evaluations without a new best before the run ends early; `null` never ends it. The best has the highest
+    metric, or the lowest held-out loss without a metric."""
+
+    @property
+    def holds_out(self) -> bool:
+        """True if documents are held out."""
+        return self.path is not None or self.fraction > 0
+
+    @property
+    def num_questions(self) -> int:
+        """The number of held-out questions to answer."""
+        return max(self.samples, self.metric_documents if self.metric else 0)
 
     @field_validator("path")
     @classmethod
@@ -274,7 +296,11 @@ class Save(Group):
     every: Int = Field(100, ge=0)
     """Steps between checkpoints, with one more at the end; 0 saves only when a signal ends the run."""
     keep: Int = Field(2, ge=2)
-    """Number of newest checkpoints to keep, in addition to the one with the lowest held-out loss."""
+    """Number of newest checkpoints to keep, in addition to the best: the one with the lowest held-out loss, or of
+    `save.best`."""
+    best: bool = False
+    """Also write a checkpoint at each new best evaluation and at the end, and save the best as the run's model. The
+    best is that of `eval.patience`."""
     stage: FilePath | None = None
     """Folder on each machine's local disk where a rank's shard waits to be written; `null` uses host memory."""
 
@@ -375,6 +401,12 @@ class Recipe(Group):
             self.schedule.check(self.train.steps)
         if self.train.epochs is not None and self.data.sources[0].weight is not None:
             raise ValueError("train.epochs: weighted sources end at different times; give train.steps instead")
+        needs = {"eval.metric": self.eval.metric, "eval.patience": self.eval.patience, "save.best": self.save.best}
+        for key in filter(needs.get, needs):
+            if not self.eval.holds_out:
+                raise ValueError(f"{key}: needs held-out documents; set eval.fraction or eval.path")
+            if key != "eval.metric" and not self.eval.every:
+                raise ValueError(f"{key}: compares the evaluations of a run, and eval.every is 0; set eval.every")
         return self
 
     @property

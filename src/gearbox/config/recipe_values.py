@@ -102,6 +102,14 @@ def _known_fields(fields: dict[str, str | None]) -> dict[str, str | None]:
     return fields
 
 
+def _metric(text: str) -> str:
+    """Return the name of a metric as it is. Raise ValueError unless it is exact_match or path.py:function."""
+    file, _, function = text.rpartition(":")
+    if text != "exact_match" and not (file.endswith(".py") and function.isidentifier()):
+        raise ValueError(f"must be exact_match, or your function such as scores.py:score, found {shown(text)}")
+    return text
+
+
 def _path(text: str) -> str:
     """Return a path or an id on the Hub as it is. Raise ValueError for text that can be neither."""
     if not text.strip():  # Path("") is the working directory
@@ -122,6 +130,7 @@ Int = Annotated[int, BeforeValidator(_no_bool)]
 AnyPath = Annotated[str, AfterValidator(_path)]
 FilePath = Annotated[AnyPath, AfterValidator(lambda text: str(Path(text).expanduser()) if text[:1] == "~" else text)]
 """A path in which ~ is the home folder, since a shell does not replace it after `key=`."""
+Metric = Annotated[FilePath, AfterValidator(_metric)]
 Fields = Annotated[dict[str, str | None], AfterValidator(_known_fields)]
 # The bound comes before the validator: after it, pydantic writes a bound that JSON Schema does not know.
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]

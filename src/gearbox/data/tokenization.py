@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from gearbox import filesystem, processes
-from gearbox.config.recipe import Data
+from gearbox.config.recipe import MAX_QUESTIONS, Data
 from gearbox.data import loss_mask, row_formats
 from gearbox.data.records import Item, OriginSummary, RecordReader
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its tokens need a hundred times as much
 WRITTEN_DOCUMENTS, WRITTEN_BYTES = 8192, 2**26  # in one batch of the file
 BATCH_DOCUMENTS = 64
-NUM_QUESTIONS = 64  # sample questions to keep, from the documents that any split holds out first
 PROGRESS_SECONDS = 10  # between two progress messages
 DOCUMENTS, ABOUT, BAD = "documents.arrow", "about.json", "bad.json"
 
@@ -317,7 +316,7 @@ def _make_table(
 def _lowest(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     """Return the candidates with the lowest hashes, at most one per hash."""
     by_hash = {candidate.hash: candidate for candidate in sorted(candidates, reverse=True)}
-    return heapq.nsmallest(NUM_QUESTIONS, by_hash.values())
+    return heapq.nsmallest(MAX_QUESTIONS, by_hash.values())
 
 
 def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:

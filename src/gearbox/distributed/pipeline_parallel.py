@@ -135,7 +135,8 @@ class Pipeline(nn.Module):
         if not stage.is_last:
             dist.send(output, group=self.stages, group_dst=stage.index + 1)
         if labels is None:
-            num_kept = cast(int, inputs.get("logits_to_keep")) or input_ids.shape[1]
+            kept = cast("torch.Tensor | int | None", inputs.get("logits_to_keep"))
+            num_kept = len(kept) if isinstance(kept, torch.Tensor) else kept or input_ids.shape[1]
             shape = (len(input_ids), num_kept, self.stage_module.num_tokens)
             logits = output.logits.float() if stage.is_last else input_ids.new_empty(shape).float()
             return Logits(self._from_last(logits))

@@ -26,6 +26,7 @@ from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None
+LARGEST_LOG = 700.0  # exp of more is infinite
 
 
 @dataclass(frozen=True)
@@ -165,14 +166,19 @@ class Metrics:
             if result.skipped:
                 self.progress.warning("loss or gradients not finite: step skipped on all ranks")
 
-    def evaluation(self, loss: float, exact_match: float | None) -> None:
+    def evaluation(self, loss: float, exact_match: float | None = None, metric: float | None = None) -> None:
         """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
-        self.log(eval_loss=loss, **({} if exact_match is None else {"eval_exact_match": exact_match}))
-        exact = "" if exact_match is None else f"  exact match {exact_match:.1%}"
-        self.progress.event(f"held-out loss {loss:.4f}{exact}")
-        self.restart()
+        perplexity = math.exp(loss) if loss < LARGEST_LOG else math.inf
+        optional = {"eval_exact_match": exact_match, "eval_metric": metric}
+        given = {name: number for name, number in optional.items() if number is not None}
+        self.log(eval_loss=loss, eval_perplexity=perplexity, **given)
+        text = f"held-out loss {loss:.4f}  perplexity {perplexity:.4g}"
+        text += "" if exact_match is None else f"  exact match {exact_match:.1%}"
+        text += "" if metric is None else f"  metric {metric:.4g}"
+        self.progress.event(text)
+        self.skip_time()
 
-    def restart(self) -> None:
+    def skip_time(self) -> None:
         """Exclude the time since the last step from the next step's speed."""
         self.last = time.perf_counter()
 

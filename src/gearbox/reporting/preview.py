@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from gearbox.console import styled
 from gearbox.data.row_formats import JsonObject
 from gearbox.rows.batches import PackedRows
 from gearbox.rows.packing import Corpus
-from gearbox.rows.splits import Sample, TrainingRows
+from gearbox.rows.splits import TrainingRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -91,21 +91,8 @@ def show(screen: Console, documents: list[tuple[str, Runs]], num_characters: int
         screen.print(marked(runs, colours, num_characters))
 
 
-def answers(samples: Sequence[Sample], before: dict[str, str], after: dict[str, str]) -> list[dict[str, str]]:
-    """Return each sample question with the answers before and after training, and the expected answer."""
-    return [
-        {
-            "question": sample.question,
-            "before": before.get(sample.question, "(not asked)"),
-            "after": after[sample.question],
-            "expected": sample.answer,
-        }
-        for sample in samples
-    ]
-
-
 def show_answers(screen: Console, samples: list[dict[str, str]]) -> None:
-    """Print each sample returned by `answers`, one field per line."""
+    """Print questions and answers, one field per line."""
     for sample in samples:
         for name, text in sample.items():
             screen.print(styled((f"{name:>8}:", "cyan"), f" {short(text)}"))

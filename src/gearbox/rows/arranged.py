@@ -60,7 +60,7 @@ def split_and_pack(
         held_out=held_out,
         num_rows=num_rows,
         sampler=make_sampler(recipe, training),
-        samples=splits.find_samples(held_out, held_out_corpus.questions, recipe.eval.samples),
+        samples=splits.find_samples(held_out, held_out_corpus.questions, recipe.eval.num_questions),
         facts=DataFacts(**facts),
         dropped_file=folder / DROPPED,
     )

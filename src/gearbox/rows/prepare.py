@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gearbox import filesystem
-from gearbox.config.recipe import Recipe
+from gearbox.config.recipe import MAX_QUESTIONS, Recipe
 from gearbox.data import corpus, loss_mask, tokenization
 from gearbox.data.corpus import Builder, MappedDocuments
 from gearbox.data.records import NO_FORM, NO_NAMES, Item, OriginSummary, RecordReader
@@ -362,7 +362,7 @@ def _questions(abouts: list[About]) -> list[Question]:
         for digest, document, question, answer in about["questions"]:
             by_hash.setdefault(digest, (None if document is None else first + document, question, answer))
         first += about["held_out"]
-    lowest = [by_hash[digest] for digest in sorted(by_hash)[: tokenization.NUM_QUESTIONS]]
+    lowest = [by_hash[digest] for digest in sorted(by_hash)[:MAX_QUESTIONS]]
     return [Question(document=i, question=question, answer=answer) for i, question, answer in lowest if i is not None]
 
 

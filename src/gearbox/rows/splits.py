@@ -34,12 +34,13 @@ NUM_LOOKED_AT = 1000  # documents, to find the tokens that end answers
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out question to ask the model, and its correct answer."""
+    """A question to ask the model, and its correct answer."""
 
     question: str
     prompt: list[int]
     """Tokens before the answer."""
-    answer: str
+    answer: str | None
+    """None if there is no correct answer, as for a question of eval.prompts."""
 
 
 @dataclass(frozen=True)

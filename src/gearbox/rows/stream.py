@@ -212,7 +212,7 @@ def _open_stream(
             held_out=held_out,
             num_rows=num_rows,
             sampler=sampler,
-            samples=splits.find_samples(held_out, questions, recipe.eval.samples),
+            samples=splits.find_samples(held_out, questions, recipe.eval.num_questions),
             facts=_facts(index),
         ),
     )

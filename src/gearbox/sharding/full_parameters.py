@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from gearbox.checkpoint.shards import ShardReader
 from gearbox.sharding.sharded_state import block_offsets, persistent_buffers, shard_of
 from gearbox.sharding.unwrap import resharded_parameters
 from gearbox.world import World
@@ -80,6 +81,35 @@ class FullParameters:
         received = torch.empty(shape, dtype=dtype, device=self.device)
         torch.distributed.recv(received, holder)
         return received.cpu()
+
+
+class SavedParameters(FullParameters):
+    """Full parameters, with the values that a checkpoint has of them if one is given.
+
+    What a checkpoint lacks is frozen, so it comes from the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        world: World,
+        device: torch.device,
+        only_trainable: bool,
+        also: Container[str] = (),
+        saved: ShardReader | None = None,
+    ) -> None:
+        """List the tensors. See `FullParameters`."""
+        super().__init__(model, world, device, only_trainable, also)
+        self.saved = saved
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield on rank 0 the name of each tensor, and the tensor on the CPU."""
+        for name, tensor in super().__iter__():
+            if self.saved is not None and (name in self.saved.shapes or self.saved.kinds(name)):
+                kind = "parameter" if name in self.saved.shapes else "buffer"
+                tensor = self.saved.read(kind, name).view(tensor.shape)
+            yield name, tensor
+            del tensor  # so that it is not kept while the next one is gathered
 
 
 @torch.no_grad()

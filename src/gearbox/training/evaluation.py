@@ -1,4 +1,4 @@
-"""Evaluate held-out loss, exact matches and sample answers. All ranks call these functions together."""
+"""Evaluate held-out loss, exact matches and generated answers. All ranks call these functions together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Eval
 from gearbox.distributed.engine import Engine
+from gearbox.errors import UserError
+from gearbox.generation import batched
+from gearbox.generation.metric import Answered, Metric
+from gearbox.metrics.answers_file import Line
 from gearbox.model import export
 from gearbox.rows.batches import IGNORE_INDEX, PackedRows, make_step_batch
-from gearbox.rows.splits import Sample
+from gearbox.rows.splits import Sample, TrainingRows
 
+HELD_OUT_LOSS = "held-out loss"
 SHORT_TARGETS = 32  # a document with more is practically never predicted without any mistake
 
 
@@ -34,10 +39,26 @@ class Evaluation:
 
 
 def is_due(recipe: Eval, state: TrainState, num_steps: int) -> bool:
-    """Return True if the held-out rows must be evaluated before the next step."""
+    """Return True if the model must be evaluated before the next step."""
     is_last = state.step == num_steps
     due = is_last or (state.step % recipe.every == 0 if recipe.every else state.step == 0)
     return due and state.evaluated < state.step
+
+
+def last_step(recipe: Eval, state: TrainState, num_steps: int) -> int:
+    """Return the step at which the run ends: this one if too many evaluations in a row were no new best."""
+    is_stuck = recipe.patience is not None and state.num_not_better >= recipe.patience
+    return state.step if is_stuck else num_steps
+
+
+def best_by(recipe: Eval) -> str:
+    """Return the figure that decides which evaluation is the best."""
+    return recipe.metric or HELD_OUT_LOSS
+
+
+def show_score(state: TrainState, score: float) -> str:
+    """Return a score of the state as people know it, such as `held-out loss 1.23`."""
+    return f"held-out loss {-score:.4f}" if state.best_by == HELD_OUT_LOSS else f"{state.best_by} {score:.4g}"
 
 
 def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -> Evaluation | None:
@@ -79,34 +100,71 @@ def _count(engine: Engine, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class SampleQuestions:
-    """Held-out questions that the model answers before and after training."""
+class Questions:
+    """The questions that the model answers at each evaluation."""
 
-    samples: list[Sample]
-    engine: Engine
+    held_out: list[Sample]
+    """The samples to show, and those to score: each time the first ones."""
+    prompts: list[Sample]
+    """Those of eval.prompts."""
     tokenizer: PreTrainedTokenizerFast
+    metric: Metric | None
 
-    def ask(self) -> dict[str, str]:
-        """Return the greedy answer to each question."""
-        return {sample.question: self._answer(sample.prompt) for sample in self.samples}
+    @classmethod
+    def of(cls, engine: Engine, rows: TrainingRows, tokenizer: PreTrainedTokenizerFast, is_text: bool) -> Questions:
+        """Prepare the questions. Raise UserError for a prompt that does not fit, or a metric that cannot score.
 
-    def _answer(self, prompt: list[int]) -> str:
-        """Return the greedy answer to a prompt. All ranks decode in lockstep, since the model may be sharded."""
-        from accelerate.utils import broadcast
+        `is_text` is True if all documents are plain text. Then prompts are not turns of a chat.
+        """
+        recipe = engine.job.recipe
+        room = min(recipe.batch.row_tokens, engine.num_positions or recipe.batch.row_tokens)
+        prompts = [Sample(text, _tokens_of(text, tokenizer, is_text), None) for text in recipe.eval.prompts]
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt.prompt) < room:
+                raise UserError(
+                    f"eval.prompts: number {number + 1} has {len(prompt.prompt):,} tokens with the chat template, and "
+                    f"a row has {room:,}; shorten it, or raise batch.row_tokens"
+                )
+        metric = None
+        if recipe.eval.metric is not None:
+            metric = Metric(recipe.eval.metric, engine.world)
+            if not rows.samples:
+                raise UserError("eval.metric: no held-out document is a chat with a question and an answer to score")
+        return cls(rows.samples, prompts, tokenizer, metric)
 
-        model, length = self.engine.model, self.engine.job.recipe.eval.sample_tokens
-        length = min(length, (self.engine.num_positions or len(prompt) + length) - len(prompt))
-        tokens = torch.tensor([prompt], device=self.engine.device)
-        ends = {self.tokenizer.eos_token_id, *export.stops(self.engine.unwrapped)}
-        model.eval()
-        with torch.no_grad():
-            for _ in range(length):
-                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-                logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1).logits
-                # Every rank takes rank 0's token. A tie that ranks break differently would end in a hang.
-                chosen = broadcast(logits[:, -1].argmax(-1, keepdim=True))
-                tokens = torch.cat([tokens, chosen], 1)
-                if tokens[0, -1].item() in ends:
-                    break
-        model.train()
-        return str(self.tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)).strip()
+    def __len__(self) -> int:
+        return len(self.held_out) + len(self.prompts)
+
+    def answer(self, engine: Engine, keep_going: Callable[[], bool]) -> list[str] | None:
+        """Return the answers to held-out questions and prompts, or None if `keep_going` returns False."""
+        asked = [*self.held_out, *self.prompts]
+        ends = {self.tokenizer.eos_token_id, *export.stops(engine.unwrapped)}
+        limit = engine.job.recipe.eval.sample_tokens
+        found = batched.answer_all(engine, [one.prompt for one in asked], limit, ends, keep_going)
+        if found is None:
+            return None
+        return [str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in found]
+
+    def shown(self, recipe: Eval, step: int, answers: list[str]) -> list[Line]:
+        """Return the lines of answers.jsonl for the samples and the prompts."""
+        asked = [*self.held_out, *self.prompts]
+        numbers = [*range(len(self.held_out))[: recipe.samples], *range(len(self.held_out), len(asked))]
+        return [
+            Line(step=step, question=asked[i].question, expected=asked[i].answer, answer=answers[i]) for i in numbers
+        ]
+
+    def score(self, recipe: Eval, answers: list[str]) -> float | None:
+        """Return the mean score of the held-out answers, or None without a metric."""
+        if self.metric is None:
+            return None
+        scored = zip(self.held_out[: recipe.metric_documents], answers, strict=False)
+        return self.metric.mean([Answered(one.question, answer, one.answer or "") for one, answer in scored])
+
+
+def _tokens_of(text: str, tokenizer: PreTrainedTokenizerFast, is_text: bool) -> list[int]:
+    """Return a question as the first turn of a chat, or the start of a text."""
+    if is_text or not tokenizer.chat_template:
+        return [token for token in tokenizer(text)["input_ids"] if token != tokenizer.eos_token_id]
+    chat = [{"role": "user", "content": text}]
+    rendered = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    return [*tokenizer(rendered, add_special_tokens=False)["input_ids"]]

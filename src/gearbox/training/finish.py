@@ -12,6 +12,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from gearbox import ROOT, processes
+from gearbox.checkpoint.shards import ShardReader
+from gearbox.checkpoint.train_state import TrainState
 from gearbox.console import format_bytes, make_console, styled
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
@@ -24,8 +26,9 @@ from gearbox.pages import html_report
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
-from gearbox.sharding.full_parameters import FullParameters
-from gearbox.training.run_folder import Run
+from gearbox.sharding.full_parameters import SavedParameters
+from gearbox.training import evaluation
+from gearbox.training.run_folder import Run, verify_share
 
 NUM_SHOWN_DOCUMENTS = 5  # in the report
 
@@ -46,30 +49,68 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
 
 def end_training(run: Run, num_steps: int, world: ProcessGroup, watchdog: Watchdog) -> None:
     """Leave the loop: other ranks may exit, and later work may take longer than a step."""
-    watchdog.disarm(on_stop="the model is being saved" if run.saved_step < num_steps else "")
+    state = run.state
+    watchdog.disarm(on_stop="the model is being saved" if run.saved_step < state.step else "")
     world.set_collective_timeout(LOADING_TIMEOUT.total_seconds())
+    if state.step < num_steps:
+        world.screen.print(f"stopped early at step {state.step}/{num_steps}: {_why_stuck(state)}")
+    if state.score_before is not None and state.best_score is not None and state.score_before > state.best_score:
+        before = evaluation.show_score(state, state.score_before)
+        world.screen.print(f"hint: the model before training was better than at any evaluation: {before}")
 
 
-def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> None:
-    """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time."""
-    recipe = engine.job.recipe
-    parameters = FullParameters(
+def _why_stuck(state: TrainState) -> str:
+    """Return why training ended before its last step."""
+    looks = f"the last {state.num_not_better} evaluation{'s' * (state.num_not_better > 1)}"
+    if state.best_score is None:
+        return f"{looks} gave no finite {state.best_by}"
+    best = evaluation.show_score(state, state.best_score)
+    return f"{looks} did not improve on step {state.best_step}, with {best}"
+
+
+def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> int:
+    """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time.
+
+    Return the step of the model: the last one, or with save.best the best evaluated one, if its checkpoint is whole.
+    """
+    recipe, state, best = engine.job.recipe, run.state, None
+    if recipe.save.best and state.best_step not in (0, state.step):
+        best = _best_checkpoint(run, engine.world)
+    parameters = SavedParameters(
         engine.unwrapped,
         engine.world,
         engine.device,
         only_trainable=recipe.adapter.method != "none",
         also=adapters.saved_frozen_names(engine.unwrapped, recipe),
+        saved=best,
     )
     folder = run.folder / "model"
     export.save(engine.unwrapped, parameters, tokenizer, engine.source, engine.stored_dtype, folder)
     engine.world.barrier()
+    step = state.step if best is None else state.best_step
+    if recipe.save.best and state.best_score is not None and step == state.best_step:
+        score = evaluation.show_score(state, state.best_score)
+        engine.world.screen.print(f"the model is that of step {step}, the best evaluation: {score}")
+    return step
+
+
+def _best_checkpoint(run: Run, world: ProcessGroup) -> ShardReader | None:
+    """Return a reader of the best step's checkpoint, on all ranks or, with a printed reason, on none."""
+    folder = run.checkpoints / f"step-{run.state.best_step}"
+    problem, found = verify_share(folder, world)
+    if problems := [text for text in world.gather(problem) if text]:
+        text = f"{folder}: {problems[0]}; the model is that of the last step, {run.state.step}, not of the best one"
+        world.screen.print(styled(("best checkpoint not used", "bold red"), f": {text}"))
+        return None
+    assert found is not None
+    return ShardReader(folder, found[0])
 
 
 def report(
     plan: Plan,
     rows: TrainingRows,
     tokenizer: PreTrainedTokenizerFast,
-    answers: dict[str, str],
+    answered: list[dict[str, str]],
     run: Run,
     watchdog: Watchdog,
 ) -> None:
@@ -82,11 +123,10 @@ def report(
         return
     watchdog.disarm(on_stop="the model is saved; it will not be asked")
     screen = make_console(speaks=True)
-    answered = preview.answers(rows.samples, run.state.answers_before, answers)
     preview.show_answers(screen, answered)
     shown = preview.first_documents(rows.training, tokenizer, NUM_SHOWN_DOCUMENTS)
     html_report.write(run.folder, plan.lines(), shown, answered)
-    question = rows.samples[0].question if rows.samples else "Hello"
+    question = answered[0]["question"] if answered else "Hello"
     model = run.folder / "model"
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
     asks = CALLER_RELOADS not in os.environ

@@ -17,6 +17,7 @@ FILES = (
     "status.json",
     "metrics.jsonl",
     "metrics.jsonl.bad",
+    "answers.jsonl",
     "dropped.jsonl",
     "report.html",
     "run.log",

@@ -21,20 +21,28 @@ from gearbox.rows import batches
 from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
 from gearbox.training import evaluation
+from gearbox.training.evaluation import Questions
 from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead
 
 
-def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog) -> bool:
-    """Train until rows.num_steps. Return True if a rank was asked to stop first; all ranks have then saved."""
+def fit(
+    engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog, questions: Questions
+) -> bool:
+    """Train until rows.num_steps, or until evaluations stop to improve.
+
+    Return True if a rank was asked to stop first; all ranks have then saved.
+    """
     recipe, first_step, ahead = engine.job.recipe, state.step, RowsAhead(engine, rows)
     processes.return_free_memory()
     while True:
-        evaluate_if_due(engine, rows, state, outputs, watchdog)  # first, so that a checkpoint has its held-out loss
+        # First, so that a checkpoint has its held-out loss.
+        evaluate_if_due(engine, rows, outputs, watchdog, questions)
+        last_step = evaluation.last_step(recipe.eval, state, rows.num_steps)
         watchdog.heartbeat(f"step {state.step}, boundary")
-        stop = outputs.checkpointer.save_if_due(state, rows.num_steps, watchdog.stop_requested)
-        if stop or state.step == rows.num_steps:
-            return stop and (state.step < rows.num_steps or outputs.checkpointer.saved_step == state.step)
+        stop = outputs.checkpointer.save_if_due(state, last_step, watchdog.stop_requested)
+        if stop or state.step == last_step:
+            return stop and (state.step < last_step or outputs.checkpointer.saved_step == state.step)
 
         enter = phases_of(state.step + 1, watchdog, outputs.metrics.clock)
         enter("rows", "data")
@@ -141,20 +149,29 @@ def loads_of_experts(engine: Engine) -> tuple[float | None, float | None]:
 
 
 def evaluate_if_due(
-    engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog
+    engine: Engine, rows: TrainingRows, outputs: Outputs, watchdog: Watchdog, questions: Questions
 ) -> None:
-    """Evaluate the held-out rows if that is due. A stop request ends the evaluation on all ranks."""
-    if not (len(rows.held_out) and evaluation.is_due(engine.job.recipe.eval, state, rows.num_steps)):
+    """Evaluate the held-out rows and answer questions if that is due. A stop request ends this on all ranks."""
+    recipe, state = engine.job.recipe.eval, outputs.run.state
+    if not (len(rows.held_out) or len(questions)) or not evaluation.is_due(recipe, state, rows.num_steps):
         return
 
     def keep_going() -> bool:
         watchdog.heartbeat(f"step {state.step}, evaluation")
         return not any(engine.world.sum([watchdog.stop_requested]))
 
-    result = evaluation.evaluate(engine, rows.held_out, keep_going)
+    result = evaluation.evaluate(engine, rows.held_out, keep_going) if len(rows.held_out) else None
+    answers = questions.answer(engine, keep_going) if result or not len(rows.held_out) else None
+    if answers is None:
+        return
+    state.evaluated = state.step
+    score = questions.score(recipe, answers)
+    outputs.answers.add(questions.shown(recipe, state.step, answers))
+    outputs.metrics.skip_time()
     if result is not None:
-        state.evaluated, state.eval_loss = state.step, result.loss
-        outputs.metrics.evaluation(result.loss, result.exact_match)
+        state.eval_loss = result.loss
+        outputs.metrics.evaluation(result.loss, result.exact_match, score)
+        state.judge(-result.loss if score is None else score, evaluation.best_by(recipe))
 
 
 def refuse_divergence(

@@ -17,6 +17,7 @@ from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed import engine as engines
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
+from gearbox.metrics.answers_file import AnswersFile
 from gearbox.metrics.clock import StepClock
 from gearbox.metrics.profile import Profiler
 from gearbox.metrics.progress import Progress
@@ -90,6 +91,7 @@ class Outputs:
     run: Run
     metrics: Metrics
     checkpointer: Checkpointer
+    answers: AnswersFile
     profile: Profiler
 
 
@@ -125,10 +127,11 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
         watchdog.watch_peers(engine.world.pids_of_node())
         place = (engine.world.rank, engine.device)
         profile = Profiler(run.folder / "profile", engine.job.recipe.run, plan.num_steps, screen, place)
-        profile.on_end = metrics.restart
+        profile.on_end = metrics.skip_time
         profile.open(run.state.step)
         try:
-            yield Outputs(run, metrics, checkpointer, profile)
+            answers = AnswersFile(run.folder, engine.world.screen, run.state.evaluated)
+            yield Outputs(run, metrics, checkpointer, answers, profile)
         finally:
             profile.close()
         checkpointer.close()

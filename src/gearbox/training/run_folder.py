@@ -264,7 +264,7 @@ def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell:
     listed = world.gather([str(path) for path in resume.candidates(source)])[0]
     num_bad = 0
     for folder in map(Path, listed):
-        problem, found = _verify_share(folder, world)
+        problem, found = verify_share(folder, world)
         if problems := [found for found in world.gather(problem) if found]:
             num_bad += 1
             tell(f"skipping {folder}: {problems[0]}")
@@ -275,6 +275,8 @@ def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell:
         run.checkpoint = folder
         # A checkpoint in another folder belongs to another run.
         run.saved_step = run.manifest.step if folder.parent == run.checkpoints else 0
+        if not run.saved_step:
+            run.state.forget_best()
         return
     if num_bad:
         raise UserError(
@@ -283,7 +285,7 @@ def _find_checkpoint(run: Run, source: Path, recipe: Recipe, world: World, tell:
         )
 
 
-def _verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifest, TrainState] | None]:
+def verify_share(folder: Path, world: World) -> tuple[str | None, tuple[Manifest, TrainState] | None]:
     """Verify this rank's share of a checkpoint's files. Return the problem, or the manifest and the state."""
     try:
         manifest = read_manifest(folder)

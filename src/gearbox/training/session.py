@@ -63,6 +63,11 @@ class TrainingData:
     rows: TrainingRows
 
     @property
+    def is_text(self) -> bool:
+        """True if all documents are plain text."""
+        return {summary.form for summary in self.corpus.summaries} == {"text"}
+
+    @property
     def key(self) -> str:
         """An identifier of the tokens and their rows, independent of the source files."""
         digests = [one.digest for one in (self.corpus, self.evaluated) if one is not None]
