@@ -25,6 +25,7 @@ from gearbox.config.recipe_values import (
     PositiveFloat,
     PositiveInt,
     Source,
+    Trackers,
     listed,
     steps_of,
 )
@@ -297,6 +298,9 @@ class Run(Group):
     """Seconds without progress, after the first step, before every rank writes its stack and the run ends."""
     max_bad_steps: Int = Field(3, ge=1)
     """Number of consecutive steps with a non-finite loss or gradient, each skipped, before the run ends."""
+    trackers: Trackers = ["tensorboard"]
+    """Trackers that get the numbers of each step: any of tensorboard, wandb, mlflow, trackio, comet and swanlab; `[]`
+    uses none. Packages other than tensorboard must be installed."""
 
 
 class Perf(Group):

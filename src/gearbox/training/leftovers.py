@@ -12,8 +12,11 @@ from gearbox import filesystem
 from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError
 
-FILES = ("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "report.html")
-FOLDERS = ("base", "model", "hang", "tensorboard")
+FILES = (
+    "resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "trackers.json", "dropped.jsonl",
+    "report.html",
+)  # fmt: skip
+FOLDERS = ("base", "model", "hang", "tensorboard", "trackers")
 BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json")
 MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty
 ASIDE = "*.tmp-*"  # names of `filesystem.aside_of`

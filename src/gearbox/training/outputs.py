@@ -14,6 +14,8 @@ from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed.engine import Engine
 from gearbox.launch.watchdog import Watchdog
 from gearbox.metrics.recorder import Metrics
+from gearbox.metrics.tracker_start import Description
+from gearbox.metrics.trackers import Trackers
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
 from gearbox.training import run_folder
@@ -88,7 +90,11 @@ class Outputs:
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
     predicted = None if plan.fit is None else plan.fit.predicted_bytes
-    with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step, predicted) as metrics:
+    screen, trackers = engine.world.screen, engine.job.recipe.run.trackers
+    recorder = Metrics(run.folder, screen, plan.num_steps, run.state, run.saved_step, predicted)
+    if recorder.writes and trackers:
+        recorder.trackers = Trackers(trackers, Description.of(run.folder, engine.job), screen.print)
+    with recorder as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
