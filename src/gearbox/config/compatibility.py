@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gearbox.config.gear_keys import DEGREES
 from gearbox.config.loader import RawMapping, located
 from gearbox.config.recipe import Recipe
+from gearbox.config.recipe_values import TRACKERS
 
 if TYPE_CHECKING:
     from gearbox.config.gear import Gear
@@ -166,7 +167,7 @@ def conflicts(gear: Gear, recipe: Recipe, recipe_path: Path, batch: BatchPlan) -
 
 
 def _missing_tools(recipe: Recipe) -> list[str]:
-    """Return a problem for each key of perf whose package or compiler is not on this machine."""
+    """Return a problem for each key of perf whose package or compiler is missing, and for each tracker's package."""
     perf, problems = recipe.perf, []
     if perf.kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
         problems.append(
@@ -177,6 +178,13 @@ def _missing_tools(recipe: Recipe) -> list[str]:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
     if perf.compile and not shutil.which(compiler):
         problems.append("perf.compile: needs a C++ compiler, and there is none; run apt-get install g++, or use false")
+    missing = [name for name in recipe.run.trackers if importlib.util.find_spec(TRACKERS[name]) is None]
+    if missing:
+        packages = " ".join(TRACKERS[name] for name in missing)
+        problems.append(
+            f"run.trackers: not installed for {', '.join(missing)}; run pip install {packages}, or remove it from the "
+            "list"
+        )
     return problems
 
 

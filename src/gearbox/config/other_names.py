@@ -88,12 +88,14 @@ KEYS = {
     "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_if_exists resume_checkpoint",
     "run.hang_timeout": "ddp_timeout timeout",
     "run.max_bad_steps": "loss_watchdog_patience",
+    "run.trackers": "report_to log_with metric_logger logger_type use_tensorboard",
 }
 """For each key or group of a recipe, the names that mean the same elsewhere."""
 
 GEAR = "remove it, and set mixed_precision in the gear (accelerate_configs/*.yaml)"
 ENGINE = "remove it: the gear chooses the engine, as in accelerate launch --config_file accelerate_configs/zero3.yaml"
-LOGGED = "remove it: every step is written to metrics.jsonl and tensorboard/ in the run folder"
+LOGGED = "remove it: every step is written to metrics.jsonl, and to the trackers of run.trackers"
+PROJECT = "use run.trackers, and the tracker's own variable for its project (docs/trackers.md)"
 ADVICE = {
     "remove it: accumulation is computed from batch.rows, batch.micro_rows and the number of ranks": """
         gradient_accumulation_steps accumulate_grad_batches grad_accum_steps gradient_accumulation""",
@@ -101,8 +103,8 @@ ADVICE = {
     ENGINE: "deepspeed fsdp fsdp_config deepspeed_config strategy fsdp_transformer_layer_cls_to_wrap",
     "remove it: the gear sets the number of processes (num_processes)": "devices num_gpus n_gpu world_size num_nodes",
     LOGGED: """
-        report_to logging_steps log_every_n_steps logging_strategy wandb wandb_project wandb_entity use_wandb
-        log_level metric_logger wandb_watch plot_loss logging_first_step""",
+        logging_steps log_every_n_steps logging_strategy log_level wandb_watch plot_loss logging_first_step""",
+    PROJECT: "wandb_project wandb_entity wandb use_wandb comet_project_name mlflow_experiment_name swanlab_project",
     "use schedule.warmup, with a share such as 3%": "warmup_ratio lr_warmup_fraction warmup_fraction lr_warmup_ratio",
     "use schedule.decay, with a share such as 20%": "decay_ratio lr_decay_ratio decay_fraction cooldown_fraction",
     "use model.quantize: nf4": """

@@ -26,6 +26,7 @@ from gearbox.config.recipe_values import (
     PositiveFloat,
     PositiveInt,
     Source,
+    Trackers,
     listed,
     steps_of,
 )
@@ -345,6 +346,9 @@ class Run(Group):
     slower than others. `null` records none."""
     memory_snapshot: bool = False
     """Record who allocated each block of GPU memory in the profiled steps, or in the first steps without `profile`."""
+    trackers: Trackers = ["tensorboard"]
+    """Trackers that get the numbers of each step: any of tensorboard, wandb, mlflow, trackio, comet and swanlab; `[]`
+    uses none. Packages other than tensorboard must be installed."""
 
 
 class Perf(Group):

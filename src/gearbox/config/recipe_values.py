@@ -7,7 +7,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,15 @@ TITLES = {
     "text": "plain text",
 }
 PREFERENCES = ("chosen", "rejected")  # the fields of a better and a worse answer, which no format has
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "comet": "comet_ml",
+    "swanlab": "swanlab",
+}
+"""The trackers, each with its package."""
 TURN_FIELDS = ("role", "content", "from", "value")
 MAX_NAME_BYTES, MAX_PATH_LETTERS = 255, 1000  # of Linux's file systems, and of a path that leaves room for file names
 SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
@@ -125,6 +134,18 @@ def _path(text: str) -> str:
     return text
 
 
+def _trackers(value: object) -> object:
+    """Return a list of trackers, each once. Raise ValueError for an unknown one. A single name is a list of one."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"must be a list of trackers such as [tensorboard, wandb], found {shown(value)}")
+    for name in names:
+        if name not in TRACKERS:
+            known = nearest(name.lower(), [*TRACKERS]) or f"; choose from {', '.join(TRACKERS)}, or [] for none"
+            raise ValueError(f"unknown tracker {shown(name)}{known}")
+    return list(dict.fromkeys(names))
+
+
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
 AnyPath = Annotated[str, AfterValidator(_path)]
@@ -137,6 +158,8 @@ PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), BeforeValidator(_number)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet", "swanlab"]
+Trackers = Annotated[list[Tracker], BeforeValidator(_trackers)]
 CountOrShare = Annotated[
     int | str,
     BeforeValidator(_count_or_share),

@@ -1,4 +1,4 @@
-"""Record a run's metrics on rank 0: metrics.jsonl, TensorBoard events and progress lines on the screen."""
+"""Record a run's metrics on rank 0: metrics.jsonl, the lines for trackers, and progress lines on the screen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from gearbox.console import styled
 from gearbox.metrics import metrics_file
 from gearbox.metrics.clock import StepClock
 from gearbox.metrics.progress import Progress, saved_text
+from gearbox.metrics.trackers import Trackers
 from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
@@ -86,7 +86,8 @@ class Metrics:
         self.waiting: list[str] = []
         self.is_whole = False
         """Whether the file must be rewritten completely, as on storage that cannot append."""
-        self.board: Any = None
+        self.trackers: Trackers | None = None
+        """The trackers of the run, set before the recorder is entered; None on other ranks."""
         self.last = time.perf_counter()
         self.first_step = self.state.step + 1
         self.idle_since: float | None = None
@@ -97,16 +98,16 @@ class Metrics:
             if self.path.is_file():
                 self.idle_since = self.path.stat().st_mtime
             self._take_over()
-            self._open_board(self.first_step)
+            if self.trackers is not None:
+                self.trackers.open(self.state.step)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.writes:
             self.progress.close()
             self._catch_up()
-            with suppress(OSError):
-                if self.board is not None:
-                    self.board.close()
+            if self.trackers is not None:
+                self.trackers.close()
             self.sync()
 
     def _take_over(self) -> None:
@@ -121,7 +122,9 @@ class Metrics:
             self.screen.print_always(f"{self.path}: the lines of steps {last + 1} to {self.saved_step} are lost")
 
     def sync(self) -> None:
-        """Flush the lines and TensorBoard's events to disk."""
+        """Flush the lines and TensorBoard's events to disk, and note what trackers have recorded."""
+        if self.trackers is not None:
+            self.trackers.save()
         with suppress(OSError):  # the disk may be full; the lines wait
             if self.path.exists():
                 filesystem.sync(self.path)
@@ -197,7 +200,7 @@ class Metrics:
         self._catch_up()
 
     def log(self, **numbers: JsonScalar) -> None:
-        """Write a line of metrics.jsonl and TensorBoard scalars. Write numbers that are not finite as null."""
+        """Write a line of metrics.jsonl, and hand its numbers to the trackers. Write what is not finite as null."""
         if not self.writes:
             return
         step = self.state.step
@@ -211,14 +214,8 @@ class Metrics:
                 self.screen.print_always(
                     f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory"
                 )
-        try:
-            for name, number in numbers.items():
-                if isinstance(number, int | float) and self.board is not None:
-                    self.board.add_scalar(name, number, step)
-        except OSError as error:  # the writer thread has failed and ended; start a new one
-            self.board = None
-            if error.errno not in filesystem.UNSUPPORTED:
-                self._open_board(step)
+        if self.trackers is not None:
+            self.trackers.log(numbers, step)
 
     def _catch_up(self) -> None:
         """Rewrite the file with the waiting lines appended. Object stores cannot append in place."""
@@ -228,13 +225,6 @@ class Metrics:
                 filesystem.atomic_write(self.path, before + "".join(self.waiting))
                 self.waiting.clear()
                 self.is_whole = True
-
-    def _open_board(self, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.board = None
-        with suppress(OSError):
-            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
 
 
 def _is_odd(number: JsonScalar) -> bool:

@@ -18,11 +18,12 @@ FILES = (
     "metrics.jsonl",
     "metrics.jsonl.bad",
     "answers.jsonl",
+    "trackers.json",
     "dropped.jsonl",
     "report.html",
     "run.log",
 )
-FOLDERS = ("base", "model", "hang", "tensorboard", "profile")
+FOLDERS = ("base", "model", "hang", "tensorboard", "trackers", "profile")
 BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json", "run.log")
 MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty
 ASIDE = "*.tmp-*"  # names of `filesystem.aside_of`

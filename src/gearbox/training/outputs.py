@@ -23,6 +23,8 @@ from gearbox.metrics.profile import Profiler
 from gearbox.metrics.progress import Progress
 from gearbox.metrics.recorder import Devices, Metrics
 from gearbox.planning import gpus
+from gearbox.metrics.tracker_start import Description
+from gearbox.metrics.trackers import Trackers
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
 from gearbox.training import run_folder
@@ -116,17 +118,21 @@ def devices_of(engine: Engine) -> Devices:
 @contextmanager
 def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> Iterator[Outputs]:
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
-    screen, log_every = engine.world.screen, engine.job.recipe.run.log_every
-    progress = Progress(screen, run.state, plan.num_steps, log_every)
+    screen, keys = engine.world.screen, engine.job.recipe.run
+    progress = Progress(screen, run.state, plan.num_steps, keys.log_every)
     clock = StepClock(engine.device, parts_not_told_apart(engine.job.gear))
-    with Metrics(run.folder, progress, clock, run.saved_step, devices_of(engine)) as metrics:
+    recorder = Metrics(run.folder, progress, clock, run.saved_step, devices_of(engine))
+    if recorder.writes and keys.trackers:
+        described = Description.of(run.folder, engine.job)
+        recorder.trackers = Trackers(keys.trackers, described, screen.print_always)
+    with recorder as metrics:
         report = SaveReport(run, metrics, watchdog)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
         metrics.waited_for_saves = lambda: checkpointer.seconds_waited
         watchdog.watch_peers(engine.world.pids_of_node())
         place = (engine.world.rank, engine.device)
-        profile = Profiler(run.folder / "profile", engine.job.recipe.run, plan.num_steps, screen, place)
+        profile = Profiler(run.folder / "profile", keys, plan.num_steps, screen, place)
         profile.on_end = metrics.skip_time
         profile.open(run.state.step)
         try:
