@@ -21,6 +21,7 @@ from gearbox.checkpoint.checkpointer import SaveFacts, SaveFailure
 from gearbox.checkpoint.train_state import StepResult, TrainState
 from gearbox.console import styled
 from gearbox.metrics import metrics_file
+from gearbox.metrics.trainjob_status import TrainJobStatus
 from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
@@ -63,6 +64,7 @@ class Metrics:
         self.is_whole = False
         """Whether the file must be rewritten completely, as on storage that cannot append."""
         self.board: Any = None
+        self.trainjob = TrainJobStatus(screen, num_steps)
         self.last = self.last_line = time.perf_counter()
         self.first_step = state.step + 1
         self.idle_since: float | None = None
@@ -88,6 +90,7 @@ class Metrics:
         if self.writes:
             self.bar.stop()
             self._catch_up()
+            self.trainjob.close()
             with suppress(OSError):
                 if self.board is not None:
                     self.board.close()
@@ -183,6 +186,7 @@ class Metrics:
             return
         step = self.state.step
         line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
+        self.trainjob.note({"step": step, **line})
         self.waiting.append(json.dumps(redacted({"step": step, **line})) + "\n")
         try:
             filesystem.append(self.path, "".join(self.waiting).encode())
