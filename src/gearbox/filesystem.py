@@ -52,8 +52,13 @@ def rename_problem(folder: Path) -> str:
     finally:
         for leftover in (probe, renamed):
             shutil.rmtree(leftover, ignore_errors=True)
-    kind = file_system(folder)
-    return f"{kind} may rename a folder file by file" if kind == "fuse" or kind.startswith("fuse.") else ""
+    return f"{file_system(folder)} may rename a folder file by file" if is_fuse(folder) else ""
+
+
+def is_fuse(path: Path) -> bool:
+    """Return True on a FUSE mount, as mounted buckets are."""
+    kind = file_system(path)
+    return kind == "fuse" or kind.startswith("fuse.")
 
 
 def file_system(path: Path) -> str:

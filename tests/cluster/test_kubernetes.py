@@ -241,6 +241,21 @@ def test_nobody_else_reaches_the_rendezvous(rendered, job):
     assert admits(policy, "egress", None, "TCP", 443) and not admits(policy, "egress", None, "TCP", 80)
 
 
+def test_a_trainjob_reaches_the_server_of_its_status():
+    """The labels and the port are those of Kubeflow Trainer's manifests, and of its Helm chart."""
+    manager = {
+        "app.kubernetes.io/name": "trainer", "app.kubernetes.io/component": "manager",
+        "app.kubernetes.io/part-of": "kubeflow",
+    }  # fmt: skip
+    policy = of_kind(render("jobs/trainjob"), "NetworkPolicy")
+    assert admits(policy, "egress", manager, "TCP", 10443, is_near=False)
+    assert not admits(policy, "egress", manager, "TCP", 9443, is_near=False)
+    assert not admits(policy, "egress", {"app": "other"}, "TCP", 10443, is_near=False)
+    assert not admits(policy, "ingress", manager, "TCP", 10443, is_near=False)
+    own = pod_metadata(job_of(render(*JOBS["trainjob"])), 1)["labels"]
+    assert not admits(policy, "egress", own, "TCP", 29500, is_near=False), "a job of this name in another namespace"
+
+
 # ---------------------------------------------------------------------------- the command, and how it ends
 
 

@@ -134,17 +134,21 @@ def selects(selector: Manifest, labels: dict[str, str]) -> bool:
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
-def admits(policy: Manifest, direction: str, peer: dict[str, str] | None, protocol: str, port: int) -> bool:
+def admits(
+    policy: Manifest, direction: str, peer: dict[str, str] | None, protocol: str, port: int, is_near: bool = True
+) -> bool:
     """Return whether a NetworkPolicy allows traffic from (ingress) or to (egress) a peer at a port.
 
-    `peer` holds the labels of a pod in the same namespace; None is any other address.
+    `peer` holds the labels of a pod in the same namespace, or in another one unless `is_near`; None is any other
+    address.
     """
     side = {"ingress": "from", "egress": "to"}[direction]
     for rule in policy["spec"].get(direction, []):
         ports = [(found["protocol"], found["port"]) for found in rule.get("ports", [])]
         peers = rule.get(side, [])
-        assert all(set(found) == {"podSelector"} for found in peers)
-        is_peer = not peers or (peer is not None and any(selects(found["podSelector"], peer) for found in peers))
+        assert all(set(found) == {"podSelector"} or found.get("namespaceSelector") == {} for found in peers)
+        within_reach = [found for found in peers if is_near or "namespaceSelector" in found]
+        is_peer = not peers or (peer is not None and any(selects(found["podSelector"], peer) for found in within_reach))
         if is_peer and (not ports or (protocol, port) in ports):
             return True
     return False

@@ -22,6 +22,7 @@ from gearbox.metrics import metrics_file
 from gearbox.metrics.clock import StepClock
 from gearbox.metrics.progress import Progress, saved_text
 from gearbox.metrics.trackers import Trackers
+from gearbox.metrics.trainjob_status import TrainJobStatus
 from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
@@ -88,6 +89,7 @@ class Metrics:
         """Whether the file must be rewritten completely, as on storage that cannot append."""
         self.trackers: Trackers | None = None
         """The trackers of the run, set before the recorder is entered; None on other ranks."""
+        self.trainjob = TrainJobStatus(progress.screen, progress.num_steps)
         self.last = time.perf_counter()
         self.first_step = self.state.step + 1
         self.idle_since: float | None = None
@@ -108,6 +110,7 @@ class Metrics:
             self._catch_up()
             if self.trackers is not None:
                 self.trackers.close()
+            self.trainjob.close()
             self.sync()
 
     def _take_over(self) -> None:
@@ -205,6 +208,7 @@ class Metrics:
             return
         step = self.state.step
         line = {name: None if _is_odd(number) else number for name, number in numbers.items()}
+        self.trainjob.note({"step": step, **line})
         self.waiting.append(json.dumps(redacted({"step": step, **line})) + "\n")
         try:
             filesystem.append(self.path, "".join(self.waiting).encode())

@@ -22,9 +22,9 @@ from gearbox.metrics.clock import StepClock
 from gearbox.metrics.profile import Profiler
 from gearbox.metrics.progress import Progress
 from gearbox.metrics.recorder import Devices, Metrics
-from gearbox.planning import gpus
 from gearbox.metrics.tracker_start import Description
 from gearbox.metrics.trackers import Trackers
+from gearbox.planning import gpus
 from gearbox.reporting.plan import Plan
 from gearbox.sharding import sharded_state
 from gearbox.training import run_folder

@@ -38,6 +38,8 @@ from gearbox.world import World
 
 LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
 APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
+APPEARS_LATE_SECONDS = 60  # a mounted bucket may upload and list with a delay
+VISIBLE_FILE = ".visible"  # in a new folder: some buckets have no empty folders
 ORDER = "order 2:"  # prefix of a rows_key; it changes with the order in which the sampler takes rows
 
 
@@ -177,7 +179,8 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
 
 def _check_all_see(folder: Path, world: World) -> None:
     """Raise UserError if a rank's machine does not see the folder."""
-    sees = world.gather(filesystem.wait_for_path(folder, APPEARS_SECONDS))
+    seconds = APPEARS_LATE_SECONDS if filesystem.is_fuse(folder) else APPEARS_SECONDS
+    sees = world.gather(filesystem.wait_for_path(folder, seconds))
     if blind := [str(rank) for rank, seen in enumerate(sees) if not seen]:
         raise UserError(f"run.dir: rank {', '.join(blind)} cannot see {folder}; all machines need the same run.dir")
 
@@ -187,6 +190,7 @@ def _tidy_up(run: Run, recipe: Recipe, lock: filesystem.Lock, tell: Callable[[st
     if lock.problem:
         tell(f"{run.folder}: cannot be locked ({lock.problem}); make sure that no other run uses this run.name")
     try:
+        (run.folder / VISIBLE_FILE).unlink(missing_ok=True)
         for folder in folders.delete_unfinished(run.checkpoints):
             tell(f"{folder}: removed unfinished checkpoint")
         for leftover in run.hang_folder.glob("*.txt"):  # empty if the rank was killed; the others contain a stack
@@ -230,7 +234,10 @@ def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Pa
             raise
         lock.release()
     folder = _create_folder(parent, name)
-    return folder, True, _lock(folder)
+    lock = _lock(folder)
+    if filesystem.is_fuse(folder):  # the lock is open, and an open file may not be in the bucket yet
+        (folder / VISIBLE_FILE).write_text("this folder belongs to a run that starts\n", encoding="utf-8")
+    return folder, True, lock
 
 
 def _create_folder(parent: Path, name: str) -> Path:
