@@ -15,7 +15,7 @@ KEYS = {
     "model.add_tokens": "special_tokens additional_special_tokens new_special_tokens add_special_tokens tokens",
     "model.router_loss": "router_aux_loss_coef output_router_logits aux_loss_coef moe_aux_loss_coeff",
     "adapter": "peft lora lora_config peft_config peft_scheme",
-    "adapter.method": "finetuning_type peft_method use_peft use_lora tuner_type peft_type use_dora",
+    "adapter.method": "finetuning_type peft_method use_peft use_lora tuner_type peft_type use_dora peft_use_dora",
     "adapter.path": "lora_model_dir adapter_name_or_path peft_model_id lora_path adapter_path",
     "adapter.r": "lora_r lora_rank adapter_dim lora_dim rank",
     "adapter.alpha": "lora_alpha",
