@@ -184,7 +184,7 @@ def test_prompts_are_answered_without_held_out_documents(train):
 def test_a_failing_metric_and_a_long_prompt_are_one_line(train, tmp_path):
     failing = train("ddp", *scoring(tmp_path, "return 1 / 0"), ranks=2)
     assert failing.codes == [2, 2]
-    assert "raised ZeroDivisionError: division by zero; mend the function" in failing.output
+    assert "raised ZeroDivisionError: division by zero; fix the function" in failing.output
     long = train("single", f"eval.prompts=[{'abc' * 99}]")
     assert long.codes == [2] and "eval.prompts: number 1 has" in long.output
     assert "Traceback" not in failing.output + long.output
