@@ -55,7 +55,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         session.announce(plan, data, rows, run, world)
         questions = evaluation.Questions.of(engine, rows, data.tokenizer, data.is_text)
         with open_outputs(plan, engine, run, watchdog) as outputs:
-            if loop.fit(engine, rows, run.state, outputs, watchdog, questions):
+            if loop.fit(engine, rows, questions, outputs, watchdog):
                 return finish.end_stopped(run, world, watchdog)
             finish.end_training(run, rows.num_steps, world, watchdog)
         step = finish.save_model(engine, data.tokenizer, run)  # of the model: the last one, or the best

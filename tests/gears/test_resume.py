@@ -90,7 +90,7 @@ def test_missing_state_is_noticed(train, monkeypatch):
     breakages = [
         (engine.Engine, "seed_step", lambda *_: None),
         (sharded_state, "_make_state", lambda *_: None),
-        (TrainState, "from_json", classmethod(lambda cls, saved: cls(step=1, answers_before={}))),
+        (TrainState, "from_json", classmethod(lambda cls, saved: cls(step=1))),
     ]
     for owner, name, broken in breakages:
         shutil.rmtree(whole.folder.parent / "cut")

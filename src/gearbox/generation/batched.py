@@ -110,7 +110,7 @@ def _answer_round(
 
 
 def _widened(length: int, limit: int | None) -> int:
-    """Return the width of rows with so many tokens, within the number of positions."""
+    """Return the width of rows of this length, within the number of positions."""
     width = -(-length // WIDTH_STEP) * WIDTH_STEP
     return width if limit is None else min(width, limit)
 

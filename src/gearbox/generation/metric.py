@@ -44,7 +44,7 @@ class Metric:
         try:
             number = float(self.score(*one))
         except (Exception, SystemExit) as error:
-            raise UserError(f"{place}: raised {one_line_with_type(error)}; mend the function") from None
+            raise UserError(f"{place}: raised {one_line_with_type(error)}; fix the function") from None
         if not math.isfinite(number):
             raise UserError(f"{place}: returned {number}; return a finite number")
         return number

@@ -71,7 +71,7 @@ def _why_stuck(state: TrainState) -> str:
 def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> int:
     """Write run.folder/model. Every rank calls it, and parameters are gathered one at a time.
 
-    Return the step of the model: the last one, or with save.best the best evaluated one, if its checkpoint is whole.
+    Return the step of the model: the last one, or with save.best the best evaluated one, if its checkpoint is complete.
     """
     recipe, state, best = engine.job.recipe, run.state, None
     if recipe.save.best and state.best_step not in (0, state.step):

@@ -26,18 +26,16 @@ from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead
 
 
-def fit(
-    engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs, watchdog: Watchdog, questions: Questions
-) -> bool:
+def fit(engine: Engine, rows: TrainingRows, questions: Questions, outputs: Outputs, watchdog: Watchdog) -> bool:
     """Train until rows.num_steps, or until evaluations stop to improve.
 
     Return True if a rank was asked to stop first; all ranks have then saved.
     """
-    recipe, first_step, ahead = engine.job.recipe, state.step, RowsAhead(engine, rows)
+    recipe, state, ahead = engine.job.recipe, outputs.run.state, RowsAhead(engine, rows)
+    first_step = state.step
     processes.return_free_memory()
     while True:
-        # First, so that a checkpoint has its held-out loss.
-        evaluate_if_due(engine, rows, outputs, watchdog, questions)
+        evaluate_if_due(engine, rows, questions, outputs, watchdog)  # first, so that a checkpoint has its held-out loss
         last_step = evaluation.last_step(recipe.eval, state, rows.num_steps)
         watchdog.heartbeat(f"step {state.step}, boundary")
         stop = outputs.checkpointer.save_if_due(state, last_step, watchdog.stop_requested)
@@ -149,7 +147,7 @@ def loads_of_experts(engine: Engine) -> tuple[float | None, float | None]:
 
 
 def evaluate_if_due(
-    engine: Engine, rows: TrainingRows, outputs: Outputs, watchdog: Watchdog, questions: Questions
+    engine: Engine, rows: TrainingRows, questions: Questions, outputs: Outputs, watchdog: Watchdog
 ) -> None:
     """Evaluate the held-out rows and answer questions if that is due. A stop request ends this on all ranks."""
     recipe, state = engine.job.recipe.eval, outputs.run.state
