@@ -91,7 +91,7 @@ class Metrics:
             self.bar.stop()
             self._catch_up()
             if self.trackers is not None:
-                self.trackers.close()
+                self.trackers.close(self.state.step == self.num_steps)
             self.sync()
 
     def _take_over(self) -> None:
