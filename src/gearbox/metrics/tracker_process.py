@@ -24,6 +24,7 @@ from gearbox.launch.environment import without_launcher
 from gearbox.metrics.tracker_start import ENVIRONMENT, Description, LocalTracker, Opened
 
 ORPHAN_SECONDS = 20.0  # to finish after the training process was killed
+NICENESS = 10  # imports take seconds of a core
 LOCK_SECONDS = 30.0  # to wait for such a process of an earlier attempt
 
 
@@ -59,7 +60,7 @@ class RemoteTracker:
             )
         run = {"name": self.name, "run": self.description.to_json()}
         reply = self._ask("open", **run, run_id=run_id, resumes=resumes, after=after)
-        return Opened(str(reply["run_id"]), str(reply["place"]))
+        return Opened(**reply)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Record the numbers of a step."""
@@ -98,6 +99,7 @@ class RemoteTracker:
 
 def main() -> None:
     """Answer the requests of the training process until it closes the tracker or ends."""
+    os.nice(NICENESS)
     requests, replies = take_streams()
     tracker: LocalTracker | None = None
     locks: list[filesystem.Lock] = []

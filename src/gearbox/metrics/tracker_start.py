@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 PROJECT = "gearbox"
 REACH_SECONDS = 5.0  # to connect to a tracker's server
 INIT_SECONDS = 30.0
+EMPTY_ZIP_BYTES = 22
 # Variables of a tracker's process, unless the user has set them. They stop what is sent home besides the run.
 ENVIRONMENT = {
     "COMET_DISABLE_AUTO_LOGGING": "1",  # otherwise Comet changes torch and other libraries
@@ -81,7 +83,9 @@ class Opened(NamedTuple):
     run_id: str
     """The id of the tracker's run."""
     place: str = ""
-    """Where the run can be seen, or what to do with it, in a few words."""
+    """Where it records, in a few words."""
+    keeps: Literal["each step", "each save", "the end"] = "each save"
+    """When the recorded steps survive a kill of the tracker's process: at once, after seconds, or once it finishes."""
 
 
 class LocalTracker:
@@ -156,10 +160,25 @@ def start_tensorboard(run: Description, run_id: str, resumes: bool, after: int) 
     """Write events to the run's folder. TensorBoard ignores the earlier events of the steps after `after`."""
     from accelerate.tracking import TensorBoardTracker
 
+    silence_writers()
     tracker = start(TensorBoardTracker("tensorboard", run.folder, purge_step=after + 1))
     rows = [f"| {key} | {_cell(value)} |" for key, value in (run.config | run.tags).items()]
     tracker.log({"run": "\n".join(["| key | value |", "|---|---|", *rows])}, step=max(0, after))
-    return tracker, Opened(run_id)
+    return tracker, Opened(run_id, keeps="each step")
+
+
+def silence_writers() -> None:
+    """Print no traceback of TensorBoard's own threads, as when the disk is full: the next call raises the error."""
+    usual = threading.excepthook
+    if getattr(usual, "silences_writers", False):
+        return
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            usual(arguments)
+
+    hook.silences_writers = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def _cell(value: object) -> str:
@@ -198,7 +217,7 @@ def start_wandb(run: Description, run_id: str, resumes: bool, after: int) -> tup
     if mode == "offline":
         paths = run.data / "wandb" / f"offline-run-*-{run_id}"
         return tracker, Opened(run_id, _offline(reason, f"wandb sync {paths}"))
-    return tracker, Opened(run_id, str(tracker.tracker.url or ""))
+    return tracker, Opened(run_id, _at(tracker.tracker.url))
 
 
 def start_mlflow(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
@@ -222,7 +241,7 @@ def start_mlflow(run: Description, run_id: str, resumes: bool, after: int) -> tu
     tracker.store_init_configuration({key: value for key, value in config.items() if key not in (known or {})})
     changed = {key: value for key, value in config.items() if str(value) != (known or {}).get(key, str(value))}
     mlflow.set_tags(run.tags | {f"resumed.{key}": value for key, value in changed.items()})  # parameters never change
-    return tracker, Opened(tracker.tracker.info.run_id, place)
+    return tracker, Opened(tracker.tracker.info.run_id, f"in {place}", "each step")
 
 
 def start_trackio(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
@@ -242,7 +261,7 @@ def start_trackio(run: Description, run_id: str, resumes: bool, after: int) -> t
         )
     )
     server = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-    return tracker, Opened(run_id, server or f"{folder}; see it with: TRACKIO_DIR={folder} trackio show")
+    return tracker, Opened(run_id, f"in {server or folder}")
 
 
 def start_comet(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
@@ -254,6 +273,9 @@ def start_comet(run: Description, run_id: str, resumes: bool, after: int) -> tup
     reason = why_offline("comet", config["comet.api_key"], config["comet.url_override"])
     is_online = not reason and os.environ.get("COMET_START_ONLINE", "1").lower() not in ("0", "false")
     folder = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(_made(run.data / "comet"))
+    for left in Path(folder).glob(f"{run_id}-*.zip"):
+        if left.stat().st_size <= EMPTY_ZIP_BYTES:  # of an experiment that was killed; an upload would fail on it
+            left.unlink()
     own = (
         "log_code log_graph parse_args log_git_metadata log_git_patch log_env_network auto_output_logging "
         "auto_param_logging auto_metric_logging auto_histogram_tensorboard_logging"
@@ -275,8 +297,8 @@ def start_comet(run: Description, run_id: str, resumes: bool, after: int) -> tup
         run.config,
     )
     if not is_online:
-        return tracker, Opened(run_id, _offline(reason, f"comet upload {folder}/*.zip"))
-    return tracker, Opened(run_id, str(tracker.tracker.url or ""))
+        return tracker, Opened(run_id, _offline(reason, f"comet upload {folder}/*.zip"), "the end")
+    return tracker, Opened(run_id, _at(tracker.tracker.url))
 
 
 def start_swanlab(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
@@ -305,7 +327,7 @@ def start_swanlab(run: Description, run_id: str, resumes: bool, after: int) -> t
     )
     if mode == "offline":
         return tracker, Opened(run_id, _offline(reason, f"swanlab sync {folder}/run-*-{run_id[:21]}"))
-    return tracker, Opened(run_id, str(folder) if mode == "local" else str(getattr(tracker.tracker, "url", "") or ""))
+    return tracker, Opened(run_id, f"in {folder}" if mode == "local" else _at(tracker.tracker.url))
 
 
 def _made(folder: Path) -> Path:
@@ -314,7 +336,11 @@ def _made(folder: Path) -> Path:
 
 
 def _offline(reason: str, command: str) -> str:
-    return f"a folder, offline{reason and f', because {reason}'}; upload it with: {command}"
+    return f"offline{reason and f', because {reason}'}; to upload it, run: {command}"
+
+
+def _at(url: object) -> str:
+    return f"at {url}" if url else ""
 
 
 MAKERS: dict[str, Callable[[Description, str, bool, int], tuple[GeneralTracker, Opened]]] = {

@@ -32,7 +32,7 @@ Numbers = dict[str, float]
 MAX_WAITING = 10_000  # lines of metrics.jsonl that wait for a tracker
 PAUSES = (1.0, 600.0)  # seconds before a tracker is tried again: after the first failure, and at most
 STALL_SECONDS = 120.0  # in one call, before the screen says so
-CLOSE_SECONDS, CALL_SECONDS = 60.0, 20.0  # at the end, for all trackers together, and for one call
+DONE_SECONDS, STOPPED_SECONDS = 60.0, 10.0  # to finish: after the last step, and after a stop or an error
 LOOK_SECONDS = 0.05
 FILE = "trackers.json"
 ID = re.compile(r"[A-Za-z0-9]{8,64}")
@@ -69,7 +69,9 @@ class TrackerThread(threading.Thread):
         """
         super().__init__(name=f"tracker {name}", daemon=True)
         self.tracker_name, self.tracker, self.run_id, self.metrics = name, tracker, run_id, metrics
-        self.recorded, self.upto = recorded, recorded
+        self.recorded, self.upto, self.keeps = recorded, recorded, "each save"
+        self.safe = recorded
+        """The last step of which trackers.json says that it is recorded."""
         self.resumes = recorded >= 0
         self.num_lost = 0
         self.news: deque[str] = deque(maxlen=20)
@@ -77,7 +79,7 @@ class TrackerThread(threading.Thread):
         self.busy_since: float | None = None
         self._waiting: deque[tuple[Numbers, int]] = deque()
         self._ready = threading.Condition()
-        self._closing = threading.Event()
+        self._closing, self._left = threading.Event(), threading.Event()
         self._said: set[str] = set()
 
     def put(self, numbers: Numbers, step: int) -> None:
@@ -96,6 +98,13 @@ class TrackerThread(threading.Thread):
         since = self.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def next_safe(self) -> int:
+        """Return the last step that a kill at this moment would not lose, for trackers.json."""
+        before, recorded = self.safe, self.recorded
+        if self.keeps != "the end":
+            self.safe = recorded
+        return self.safe if self.keeps == "each step" else min(before, recorded)
+
     def end(self) -> None:
         """Ask the thread to record what waits, and to finish."""
         with self._ready:
@@ -105,13 +114,14 @@ class TrackerThread(threading.Thread):
     def give_up(self) -> None:
         """Leave a tracker that does not finish."""
         self._say_once("close", "did not finish in time and was left; the next resume sends what it lacks")
+        self._left.set()
         self.tracker.abandon()
 
     def run(self) -> None:
         """Open the tracker, and log until the end. Retry after a failure, with longer and longer pauses."""
-        is_open, attempts, pause = False, 0, PAUSES[0]
+        is_open, is_last_try, attempts, pause = False, False, 0, PAUSES[0]
         item: tuple[Numbers, int] | None = None
-        while True:
+        while not self._left.is_set():
             try:
                 if not is_open:
                     self._open()
@@ -121,6 +131,7 @@ class TrackerThread(threading.Thread):
                     item, attempts = self._take(), 0
                 if item is None:
                     self._call(self.tracker.close)
+                    self.keeps = "each step"  # all that was recorded
                     return
                 attempts += 1
                 self._log(*item)
@@ -133,18 +144,20 @@ class TrackerThread(threading.Thread):
                     item, attempts = None, 0
                     self.num_lost += 1
                 is_final = isinstance(error, OSError) and error.errno in filesystem.UNSUPPORTED
-                if self._closing.wait(None if is_final else pause):
+                is_closing = self._closing.wait(None if is_final else pause)
+                if is_final or is_last_try:
                     self.num_lost += len(self._waiting) + (item is not None)
                     return
+                is_last_try = is_closing
                 pause = min(2 * pause, PAUSES[1])
 
     def _open(self) -> None:
         opened = self._call(partial(self.tracker.open, self.run_id, self.resumes, self.recorded))
         if opened.run_id != self.run_id and self.resumes:  # the tracker no longer has the run
             self.upto, self.recorded = max(self.upto, self.recorded), -1
-        self.run_id, self.resumes = opened.run_id, True
+        self.run_id, self.resumes, self.keeps = opened.run_id, True, opened.keeps
         if opened.place:
-            self._say_once("place", f"records in {redact(opened.place)}")
+            self._say_once("place", f"records {redact(opened.place)}")
 
     def _catch_up(self) -> None:
         """Log what metrics.jsonl has of earlier steps and the tracker has not."""
@@ -199,6 +212,7 @@ class Trackers:
         self.path = description.folder / FILE
         self.threads: list[TrackerThread] = []
         self._written = ""
+        self._ids: list[str] = []
 
     def open(self, step: int) -> None:
         """Start the trackers of a run that has taken `step` steps."""
@@ -226,22 +240,26 @@ class Trackers:
             for thread in self.threads:
                 thread.put(found, step)
         self._tell_news()
+        if self._ids != [thread.run_id for thread in self.threads]:  # MLflow chooses its ids
+            self.save()
 
     def save(self) -> None:
         """Write trackers.json if it changed."""
-        text = json.dumps({one.tracker_name: {"id": one.run_id, "recorded": one.recorded} for one in self.threads})
+        self._ids = [thread.run_id for thread in self.threads]
+        text = json.dumps({one.tracker_name: {"id": one.run_id, "recorded": one.next_safe()} for one in self.threads})
         if self.threads and text != self._written:
             with suppress(OSError):  # the disk may be full; a later save writes it
                 filesystem.atomic_write(self.path, text + "\n")
                 self._written = text
 
-    def close(self) -> None:
-        """Let the trackers finish, for a limited time."""
+    def close(self, is_done: bool) -> None:
+        """Let the trackers finish, for a limited time. `is_done` tells whether the run has taken its last step."""
         for thread in self.threads:
             thread.end()
-        deadline = time.monotonic() + CLOSE_SECONDS
+        limit = DONE_SECONDS if is_done else STOPPED_SECONDS
+        deadline = time.monotonic() + limit
         for thread in self.threads:
-            while thread.is_alive() and time.monotonic() < deadline and thread.seconds_in_call() < CALL_SECONDS:
+            while thread.is_alive() and time.monotonic() < deadline and thread.seconds_in_call() < limit:
                 thread.join(LOOK_SECONDS)
             if thread.is_alive():
                 thread.give_up()
@@ -260,9 +278,9 @@ class Trackers:
         """Yield each tracker of trackers.json with what it has recorded. Leave out what is damaged."""
         try:
             found = filesystem.read_json_object(self.path, filesystem.MAX_SMALL_BYTES)
-        except FileNotFoundError:
-            return
         except (OSError, ValueError):
+            if not self.path.exists():
+                return
             found = {"damaged": None}
         for name, facts in found.items():
             run_id, recorded = (facts.get("id"), facts.get("recorded")) if isinstance(facts, dict) else (None, None)
