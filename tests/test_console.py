@@ -2,13 +2,14 @@
 
 import ast
 import io
+import time
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 from gearbox import ROOT
-from gearbox.console import make_console, printable, status, styled
+from gearbox.console import Screen, format_time, make_console, printable, status, styled
+from gearbox.launch import cli
 
 NAMES = ["[/]", "[bold]x", "[red]a[/red]", ":smile:", "a\\[b]", "[link=https://a.b]c[/link]", "[/][", "{x}", "100%"]
 
@@ -45,17 +46,40 @@ def test_only_one_module_makes_consoles_and_none_uses_markup():
 
 
 def shown(**settings) -> str:
-    screen = Console(file=io.StringIO(), highlight=False, **settings)
-    with status(screen, "importing torch"):
-        pass
+    screen = Screen(file=io.StringIO(), width=40, highlight=False, color_system=None, **settings)
+    with status(screen, "tokenizing", "documents") as work:
+        work.at(25, 100)
+        time.sleep(0.5)
     screen.print("next")
     return screen.file.getvalue()
 
 
-def test_a_status_is_a_line_in_a_log_and_is_replaced_on_a_terminal():
-    assert shown(force_terminal=False) == "importing torch\nnext\n"
-    assert shown(force_terminal=True, _environ={"TERM": "xterm"}) == "importing torch\r\x1b[2Knext\n"
-    assert shown(force_terminal=True, _environ={"TERM": "dumb"}) == "importing torch\nnext\n"
+def test_a_status_is_a_line_in_a_log_and_is_replaced_on_a_terminal(monkeypatch):
+    assert shown(force_terminal=False) == "tokenizing\nnext\n"
+    first, second, *_, last = shown(force_terminal=True).split("\r")[1:]
+    assert first.strip() == "tokenizing" and last == "next\n"
+    assert second.startswith("tokenizing  [####............] 25%  25 "), "cut off to the width"
+    monkeypatch.setattr("gearbox.console.REPEAT_SECONDS", -1.0)
+    assert "  25 documents  " in shown(force_terminal=False), "a log gets a line now and then"
+
+
+def test_only_what_matters_is_printed_when_asked(monkeypatch, capsys):
+    monkeypatch.setattr("gearbox.console._is_brief", False)
+    cli.without_quiet([])
+    make_console(speaks=True).print("shown")
+    assert cli.without_quiet(["a.yaml", "--quiet", "b=1"]) == ["a.yaml", "b=1"]
+    screen = make_console(speaks=True)
+    screen.print("hidden")
+    screen.print_always("a warning")
+    make_console(speaks=False).print_always("another rank")
+    with status(screen, "hidden too"):
+        pass
+    assert capsys.readouterr().out == "shown\na warning\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.4, "9 s"), (61, "1:01"), (3600, "1:00:00"), (90061, "1 d 01:01:01")])
+def test_times_are_short(seconds, text):
+    assert format_time(seconds) == text
 
 
 def test_only_one_rank_shows_it(capsys):

@@ -9,9 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, TextIO
+from typing import IO, Any, Literal, TextIO
 
 from rich.console import Console
 from rich.console import ConsoleDimensions as Dimensions
@@ -76,6 +76,10 @@ class Screen(Console):
                     return Dimensions(columns, lines)
         return super().size
 
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
     @property
     def is_live(self) -> bool:
         """True if a line can be replaced: on a terminal, unless only what matters is printed."""
@@ -134,11 +138,12 @@ def be_brief() -> None:
 
 def make_console(speaks: bool, stderr: bool = False) -> Screen:
     """Return a console that prints only if `speaks` is True, so that callers need not check their rank."""
-    colours = None if os.environ.get("NO_COLOR") else "auto"  # without a colour system rich writes no codes at all
+    # Without a colour system rich writes no codes at all.
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Screen(
         quiet=not speaks,
         stderr=stderr,
-        color_system=colours,  # type: ignore[arg-type]  None is one of rich's
+        color_system=colours,
         highlight=False,
         soft_wrap=True,
         markup=False,
@@ -173,8 +178,9 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 class Work:
     """Work that takes time, of which a screen shows how much is done."""
 
-    def __init__(self, screen: Console, text: str, unit: str = "") -> None:
-        self.screen, self.text, self.unit = screen, text, unit
+    def __init__(self, text: str, unit: str = "", tell: Callable[[str], object] | None = None) -> None:
+        """Store what is done, and in what unit. `tell` gets a line every REPEAT_SECONDS, if it is given."""
+        self.text, self.unit, self.tell = text, unit, tell
         self.done = self.total = 0.0
         self.began = self.told = time.monotonic()
 
@@ -182,9 +188,9 @@ class Work:
         """Set how much is done of how much, 0 if that is not known. It is cheap."""
         self.done, self.total = done, total
         now = time.monotonic()
-        if now - self.told > REPEAT_SECONDS and not _is_live(self.screen):
+        if self.tell is not None and now - self.told > REPEAT_SECONDS:
             self.told = now
-            self.screen.print(self.line())
+            self.tell(self.line())
 
     def line(self) -> str:
         """Return the work in a line: what is done, how fast, and the time left."""
@@ -212,11 +218,11 @@ def status(screen: Console, text: str, unit: str = "") -> Iterator[Work]:
     The yielded `Work` shows a bar as well, once it is told how much is done. A thread draws it, so that drawing costs
     the work nothing.
     """
-    work, ended = Work(screen, text, unit), threading.Event()
     if not isinstance(screen, Screen) or not screen.is_live:
         screen.print(text)
-        yield work
+        yield Work(text, unit, screen.print)
         return
+    work, ended = Work(text, unit), threading.Event()
 
     def draw() -> None:
         while not ended.wait(REDRAW_SECONDS):
@@ -231,10 +237,6 @@ def status(screen: Console, text: str, unit: str = "") -> Iterator[Work]:
         ended.set()
         drawing.join(PATIENCE_SECONDS)
         screen.show("")
-
-
-def _is_live(screen: Console) -> bool:
-    return isinstance(screen, Screen) and screen.is_live
 
 
 def format_time(seconds: float) -> str:

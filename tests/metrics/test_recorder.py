@@ -1,12 +1,15 @@
 """Test what metrics.jsonl records, also when the disk is full."""
 
 import errno
+import itertools
 import os
 import resource
+from dataclasses import replace
 
 import pytest
 
 from gearbox import filesystem
+from gearbox.metrics.recorder import Devices
 from support.faults import STEPS
 
 
@@ -36,7 +39,8 @@ def test_a_full_disk_stops_no_metrics(train, tmp_path, monkeypatch, limit_of_fil
 
 TRAINING_KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "rows_hash", "seconds",
-    "memory_peak_bytes", "memory_predicted_bytes", "num_skipped",
+    "memory_peak_bytes", "memory_predicted_bytes", "num_skipped", "memory_bytes", "tokens_per_second_per_device",
+    "seconds_data", "seconds_forward", "seconds_backward", "seconds_communication", "seconds_optimizer", "seconds_save",
 }  # fmt: skip
 
 
@@ -50,3 +54,30 @@ def test_metrics_have_the_documented_keys(train):
     assert lines[-1]["tokens"] > lines[-1]["tokens_supervised"] > 0
     assert len({line["rows_hash"] for line in lines}) == 4
     assert outcome.output.count("step 4/4") == 2, "one rank prints the last step and the last evaluation"
+    seconds = [name for name in TRAINING_KEYS if name.startswith("seconds_")]
+    for before, line in itertools.pairwise(lines):
+        parts = sum(line[name] for name in seconds)
+        assert 0 < parts <= line["seconds"] - before["seconds"] + 2e-3, "no time counts twice"
+        assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / 2, abs=0.1)
+        assert line["memory_peak_bytes"] >= line["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("gear", "ranks", "absent"),
+    [("single", 1, {"seconds_communication"}), ("zero3", 2, {"seconds_optimizer"}), ("pp", 2, set())],
+)
+def test_parts_that_a_gear_mixes_are_left_out(train, gear, ranks, absent):
+    outcome = train(gear, "train.steps=3", "save.every=1", ranks=ranks)
+    assert outcome.codes == [0] * ranks, outcome.output
+    lines = outcome.lines("loss")
+    assert all({name for name in TRAINING_KEYS if name.startswith("seconds_")} - set(line) == absent for line in lines)
+    assert all(line["seconds_forward"] > 0 and line["seconds_backward"] > 0 for line in lines)
+    assert any(line["seconds_save"] > 0 for line in lines[1:]), "training waits for the copy of the checkpoint"
+    assert outcome.output.count("saved step ") == 3
+
+
+def test_utilization_counts_all_devices_and_is_absent_without_a_known_peak():
+    known = Devices(count=4, flops_per_token=1e9, peak_flops=1e12)
+    assert known.mfu(2000.0) == 0.5
+    assert replace(known, peak_flops=None).mfu(2000.0) is None
+    assert replace(known, flops_per_token=None).mfu(2000.0) is None

@@ -12,6 +12,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from gearbox import filesystem, processes
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
+from gearbox.console import Screen, Work, status
 from gearbox.data import chat_rendering, loss_mask, records, row_formats, sources, tokenization
 from gearbox.data.records import OriginSummary
 from gearbox.data.sources import Origin, Stamp
@@ -167,6 +169,14 @@ class Builder:
     is_first: bool = True
     """True for the first rank of the machine. The others wait for it."""
     tell: Callable[[str], None] = print
+    screen: Screen | None = None
+    """A screen that shows what takes time."""
+
+    def working(self, text: str, unit: str = "") -> AbstractContextManager[Work]:
+        """Return a context that shows what takes time, on a terminal at once and elsewhere by `tell` now and then."""
+        if self.screen is not None and self.screen.is_live:
+            return status(self.screen, text, unit)
+        return nullcontext(Work(text, unit, self.tell))
 
     def make(self, folder: Path, is_whole: Callable[[Path], bool], build: Callable[[Path], None]) -> None:
         """Return once the folder is whole. `build` makes its content in the folder that it is given, under a lock."""
@@ -233,7 +243,8 @@ def load_or_build(data: Data, tokenizer: PreTrainedTokenizerFast, builder: Build
 
     def build(made: Path) -> None:
         started = time.perf_counter()
-        num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, builder.tell)
+        with builder.working("tokenizing", "documents") as work:
+            num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, work)
         seconds = time.perf_counter() - started
         builder.tell(f"tokenized {num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
 

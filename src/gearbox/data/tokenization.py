@@ -8,9 +8,8 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import xxhash
 
 from gearbox import filesystem, processes
 from gearbox.config.recipe import MAX_QUESTIONS, Data
+from gearbox.console import Work
 from gearbox.data import loss_mask, row_formats
 from gearbox.data.records import Item, OriginSummary, RecordReader
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 BATCH_BYTES = 2**18  # read per batch of documents; as Python numbers, its tokens need a hundred times as much
 WRITTEN_DOCUMENTS, WRITTEN_BYTES = 8192, 2**26  # in one batch of the file
 BATCH_DOCUMENTS = 64
-PROGRESS_SECONDS = 10  # between two progress messages
 DOCUMENTS, ABOUT, BAD = "documents.arrow", "about.json", "bad.json"
 
 
@@ -163,14 +162,14 @@ def build_corpus(
     stamps: list[Stamp],
     data: Data,
     tokenizer: loss_mask.ChatTokenizer,
-    tell: Callable[[str], None],
+    work: Work,
 ) -> int:
     """Tokenize all records, write documents.arrow, bad.json and about.json to the folder, and return their number.
 
     Raise UserError if the data cannot be used. Also raise it if an origin no longer has its stamp, so was written to.
     """
     reader, collected = RecordReader(origins, data), Collector(origins, stop_on_bad=data.on_bad_row == "stop")
-    write_documents(folder / DOCUMENTS, reader.items(), tokenizer, collected, tell)
+    write_documents(folder / DOCUMENTS, reader.items(), tokenizer, collected, work)
     about = collected.about(reader.summaries)
     check_stamps(origins, stamps)
     about |= {"num_bad": len(collected.bad), "bytes": (folder / DOCUMENTS).stat().st_size}
@@ -184,13 +183,12 @@ def write_documents(
     items: Iterable[Item],
     tokenizer: loss_mask.ChatTokenizer,
     collected: Collector,
-    tell: Callable[[str], None],
+    work: Work,
 ) -> None:
     """Tokenize records and write the documents to a file. Raise UserError if a record ends the run."""
     import pyarrow
     from datasets.arrow_writer import ArrowWriter
 
-    started = last_told = time.perf_counter()
     kept: list[pyarrow.RecordBatch] = []
     with ArrowWriter(path=str(path), features=_features()) as writer:
 
@@ -205,9 +203,7 @@ def write_documents(
                 kept.append(outcome.table)
             if sum(map(len, kept)) >= WRITTEN_DOCUMENTS or sum(batch.nbytes for batch in kept) >= WRITTEN_BYTES:
                 write_kept()
-            if (now := time.perf_counter()) - last_told > PROGRESS_SECONDS:
-                last_told, num_documents = now, collected.num_documents
-                tell(f"tokenizing: {num_documents:,} documents, {num_documents / (now - started):,.0f} per second")
+            work.at(collected.num_documents)
         write_kept()
         writer.finalize()
 

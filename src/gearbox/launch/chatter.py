@@ -12,11 +12,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TextIO, cast
+from typing import IO, TextIO
 
 from gearbox import console
 from gearbox.launch.environment import LaunchEnvironment
@@ -146,7 +145,7 @@ def _copy_of(stream: TextIO, number: int) -> TextIO:
 
 def _show_errors() -> None:
     """Show each error that a library logs, in addition to where its handlers write it."""
-    usual = cast("Callable[..., logging.LogRecord]", logging.getLogRecordFactory())
+    usual = logging.getLogRecordFactory()
 
     def make(*arguments: object, **options: object) -> logging.LogRecord:
         record = usual(*arguments, **options)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from gearbox import filesystem
@@ -188,7 +187,7 @@ def summarize(events: Iterable[Any], steps: tuple[int, int], rank: int, device: 
     computing: list[Span] = []
     found: dict[str, tuple[int, float]] = {}
     for event in events:
-        is_elsewhere = (event.device_type != DeviceType.CPU) != on_gpu
+        is_elsewhere = (event.device_type.name != "CPU") != on_gpu
         if is_elsewhere or event.name.startswith(MARK) or (on_gpu and event.is_user_annotation):
             continue  # the profiler copies ranges to the device's timeline; they are no kernels
         span = (event.time_range.start, event.time_range.end)

@@ -45,7 +45,9 @@ def split_and_pack(
     def build(made: Path) -> None:
         # The arrays of these copies are freed with them.
         theirs = MappedCorpus(evaluated.path.parent, evaluated.origins) if evaluated is not None else None
-        _build(made, recipe, MappedCorpus(documents.path.parent, documents.origins), theirs, (pad_token, is_packed))
+        ours = MappedCorpus(documents.path.parent, documents.origins)
+        with builder.working("packing documents into rows"):
+            _build(made, recipe, ours, theirs, (pad_token, is_packed))
 
     builder.make(folder, _is_whole, build)
     facts = filesystem.read_json_object(folder / ABOUT)["facts"]

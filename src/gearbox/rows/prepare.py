@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from gearbox import filesystem
 from gearbox.config.recipe import MAX_QUESTIONS, Recipe
+from gearbox.console import Work
 from gearbox.data import corpus, loss_mask, tokenization
 from gearbox.data.corpus import Builder, MappedDocuments
 from gearbox.data.records import NO_FORM, NO_NAMES, Item, OriginSummary, RecordReader
@@ -141,7 +142,8 @@ class Preparation:
                 yield item
 
         collected = Collector(self.origins, stop_on_bad=recipe.data.on_bad_row == "stop")
-        tokenization.write_documents(made / DOCUMENTS, noted(), self.chat_tokenizer, collected, self.tell)
+        work = Work("tokenizing", "documents", self.tell)
+        tokenization.write_documents(made / DOCUMENTS, noted(), self.chat_tokenizer, collected, work)
         tokenization.check_stamps([self.origins[i] for i in num_records], [self.stamps[i] for i in num_records])
         documents = DocumentsOfShard(made / DOCUMENTS, self.origins, forms, collected.bad)
         divided = splits.divide(recipe, documents, self.evaluation[1] if self.evaluation else None)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from gearbox import ROOT, processes
 from gearbox.checkpoint.shards import ShardReader
 from gearbox.checkpoint.train_state import TrainState
-from gearbox.console import format_bytes, make_console, styled
+from gearbox.console import format_bytes, make_console, status, styled
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.process_group import LOADING_TIMEOUT, ProcessGroup, is_first_rank
 from gearbox.launch import lifeline
@@ -85,7 +85,8 @@ def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> 
         saved=best,
     )
     folder = run.folder / "model"
-    export.save(engine.unwrapped, parameters, tokenizer, engine.source, engine.stored_dtype, folder)
+    with status(engine.world.screen, f"saving the model to {folder}"):
+        export.save(engine.unwrapped, parameters, tokenizer, engine.source, engine.stored_dtype, folder)
     engine.world.barrier()
     step = state.step if best is None else state.best_step
     if recipe.save.best and state.best_score is not None and step == state.best_step:
@@ -131,7 +132,10 @@ def report(
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
     asks = CALLER_RELOADS not in os.environ
     problem = _memory_problem(model) if asks else ""
-    reply = ask_saved(model, command, watchdog) if asks and not problem else None
+    reply = None
+    if asks and not problem:
+        with status(screen, "loading the saved model in a fresh process"):
+            reply = ask_saved(model, command, watchdog)
     if reply is not None:
         screen.print(f"reloaded in a fresh process: {preview.short(question)!r} is answered with {reply!r}")
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")

@@ -86,7 +86,7 @@ def prepare_data(job: Job) -> tuple[Job, TrainingData]:
     recipe = adapters.download_adapter(job.recipe)
     tokenizer = loading.load_tokenizer(recipe.model, recipe.data.chat_template, recipe.run.rehearse)
     adapters.check_tokens(recipe, tokenizer)
-    builder = Builder(process_group.is_first_rank_of_node(), screen.print)
+    builder = Builder(process_group.is_first_rank_of_node(), screen.print, screen)
     documents, evaluated, rows = stream.load_data(recipe, tokenizer, builder)
     if not recipe.run.rehearse:
         try:
@@ -241,7 +241,7 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
                     f"data.packing: {leakage.describe().partition(':')[0]}, and {recipe.data.path} has packed rows; "
                     "prepare it again with data.packing=false in another folder"
                 )
-            builder = Builder(process_group.is_first_rank_of_node(), engine.world.screen.print)
+            builder = Builder(process_group.is_first_rank_of_node(), engine.world.screen.print, engine.world.screen)
             rows = arranged.split_and_pack(recipe, data.corpus, data.evaluated, data.tokenizer, False, builder)
         rows = replace(rows, leakage=leakage)
     else:
