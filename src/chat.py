@@ -235,7 +235,7 @@ class Conversation:
         if command in ("/base", "/tuned"):
             with status(self.screen, f"looking for the {command[1:]} model"):
                 switch(self.speakers, self.chat, to_base=command == "/base")
-            self.note(f"{self.chat.speaker.name} answers{' without its adapter' * self.chat.speaker.without_adapter}")
+            self.note(f"{self.chat.speaker.name} answers{' without its adapter' * self.chat.speaker.ignores_adapter}")
             if self.chat.turns:
                 self.show(again=True)
         elif command == "/system":

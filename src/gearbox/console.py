@@ -14,6 +14,8 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+KEPT = "\n\u00a0\u2002\u2003\u2009\u200a\u200c\u200d\u202f\u3000"
+
 
 class Screen(Console):
     """A console that finds no markup, emoji or terminal command in a string."""
@@ -29,8 +31,11 @@ def make_console(speaks: bool, stderr: bool = False) -> Screen:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal.
+
+    Spaces of other scripts and joiners, which emoji have, stay.
+    """
+    return "".join(letter if letter.isprintable() or letter in KEPT else repr(letter)[1:-1] for letter in text)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

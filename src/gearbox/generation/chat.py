@@ -17,6 +17,7 @@ from gearbox.generation.saved_model import base_of
 from gearbox.generation.streaming import Piece, Pieces, TextStream
 from gearbox.model import probes
 from gearbox.model.loading import load_for_answers
+from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -63,7 +64,7 @@ class Speaker:
     name: str
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerFast
-    without_adapter: bool = False
+    ignores_adapter: bool = False
     """Answer with the base of the adapter."""
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class Speaker:
         return "full" if is_full else "done"
 
     def _adapter(self) -> AbstractContextManager[None]:
-        if not self.without_adapter:
+        if not self.ignores_adapter:
             return nullcontext()
         base: AbstractContextManager[None] = self.model.disable_adapter()
         return base
@@ -252,8 +253,8 @@ class Speakers:
         return self._base
 
     def _without_adapter(self) -> Speaker:
-        name = self.tuned.model.peft_config["default"].base_model_name_or_path
-        return Speaker(str(name), self.tuned.model, self.tuned.tokenizer, without_adapter=True)
+        name = without_adapter(self.tuned.model).name_or_path
+        return Speaker(name, self.tuned.model, self.tuned.tokenizer, ignores_adapter=True)
 
     def _load_base(self) -> Speaker:
         name = base_of(self.source)

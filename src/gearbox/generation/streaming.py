@@ -113,10 +113,11 @@ class Pieces:
         self._is_thought = opens
 
     def _add_text(self, text: str) -> None:
-        letters = text.rstrip()
-        if letters:
-            self._give(Piece(letters.lstrip() if self._is_first else letters, self._is_thought))
-        if (spaces := text[len(letters) :]) and not self._is_first:
+        if self._is_first and not self._waiting:
+            text = text.lstrip()
+        if letters := text.rstrip():
+            self._give(Piece(letters, self._is_thought))
+        if spaces := text[len(letters) :]:
             self._waiting.append(Piece(spaces, self._is_thought))
 
     def _give(self, piece: Piece) -> None:
