@@ -1,8 +1,8 @@
-"""Ask a trained model a question, and print its greedy answer.
+"""Ask a trained model a question, and print its greedy answer. For more than one question use src/chat.py.
 
-Usage: python src/ask.py FOLDER "question" [max_new_tokens=64] [trust_remote_code=true]
+Usage: python src/ask.py MODEL "question" [max_new_tokens=64] [trust_remote_code=true]
 
-    FOLDER                  a folder with a saved model or adapter; a run saves it as runs/<name>/model
+    MODEL                   a folder with a saved model or adapter, a run's folder, or a Hub id
     max_new_tokens=N        stop after N tokens (default: 64)
     trust_remote_code=true  run the code shipped with the model
 
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import gearbox.launch.lifeline  # noqa: F401  isort: skip  first: the run that asks may end before this process
 
-import os
-from pathlib import Path
+import sys
 
 from gearbox.errors import UserError
+from gearbox.generation.saved_model import find_model
 from gearbox.launch import cli
 
 MAX_NEW_TOKENS = 100_000
@@ -35,14 +35,13 @@ def main(arguments: list[str]) -> None:
     limit = limits[0] if limits else "64"
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_NEW_TOKENS:
         raise UserError(f"max_new_tokens: is {limit[:20]!r}; use a number from 1 to {MAX_NEW_TOKENS}")
-    folder = Path(words[0])
-    names = ("config.json", "adapter_config.json")
-    if not any(os.path.exists(folder / name) for name in names):  # noqa: PTH110  Path raises for a long name
-        raise UserError(f"{folder}: contains no model; a run saves its model to runs/<name>/model")
+    source = find_model(words[0])
 
-    from gearbox.model.loading import answer, load_for_answers
+    from gearbox.generation.chat import Chat, Sampling, Speakers, shown
 
-    print(answer(*load_for_answers(folder, trust), words[1], int(limit)))
+    speaker = Speakers.load(source, trust, "trust_remote_code=true").tuned
+    chat = Chat(speaker, Sampling(int(limit)), tell=lambda text: print(text, file=sys.stderr))
+    print(shown(chat.ask(words[1]).text))
 
 
 if __name__ == "__main__":

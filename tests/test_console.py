@@ -33,6 +33,11 @@ def test_lines_stay_lines():
     assert printable("a\n\tb\r\u2028é漢") == "a\n\\tb\\r\\u2028é漢"
 
 
+def test_text_of_any_script_stays():
+    assert printable(text := "漢\u3000字 👨\u200d👩\u200d👧 a\u00a0b") == text
+    assert printable("a\u202eb") == "a\\u202eb", "text that runs backwards hides what is written"
+
+
 def test_only_one_module_makes_consoles_and_none_uses_markup():
     found = set()
     for path in (ROOT / "src").rglob("*.py"):

@@ -21,6 +21,7 @@ REPEAT_SECONDS = 30.0  # between two lines about the same work, where a screen i
 REDRAW_SECONDS = 0.2  # between two states of a terminal's last line
 PATIENCE_SECONDS = 1.0  # for another thread's line
 BAR_CELLS = 16
+KEPT = "\n\u00a0\u2002\u2003\u2009\u200a\u200c\u200d\u202f\u3000"
 
 _lock = threading.RLock()
 _live = ""
@@ -165,8 +166,11 @@ def report(line: str, over_line_of_rank: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    """Return the text with control characters escaped, so that a file's name cannot send commands to a terminal.
+
+    Spaces of other scripts and joiners, which emoji have, stay.
+    """
+    return "".join(letter if letter.isprintable() or letter in KEPT else repr(letter)[1:-1] for letter in text)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

@@ -109,7 +109,7 @@ class Metrics:
             self.progress.close()
             self._catch_up()
             if self.trackers is not None:
-                self.trackers.close(self.state.step == self.num_steps)
+                self.trackers.close(self.state.step == self.progress.num_steps)
             self.trainjob.close()
             self.sync()
 

@@ -30,7 +30,7 @@ from gearbox.config.adapter_settings import WEIGHTS, SavedAdapter, read_adapter_
 from gearbox.config.recipe import Adapter, Recipe
 from gearbox.distributed import pipeline_stages
 from gearbox.errors import UserError, one_line
-from gearbox.model.pretrained import Pretrained
+from gearbox.model.pretrained import ADAPTER_FILES, Pretrained
 from gearbox.sharding.full_parameters import copy_full_
 from gearbox.sharding.unwrap import decoder_of, is_composite, without_adapter
 
@@ -51,7 +51,7 @@ def download_adapter(recipe: Recipe) -> Recipe:
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(path, allow_patterns=["*.json", "*.jinja", WEIGHTS])
+        folder = huggingface_hub.snapshot_download(path, allow_patterns=ADAPTER_FILES)
         adapter = saved_adapter_settings(recipe.adapter, Path(folder))
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -27,7 +27,7 @@ from gearbox.checks.tokenizer import lacks_tokenizer
 from gearbox.config.adapter_settings import WEIGHTS, read_adapter_config
 from gearbox.config.recipe import Model, Recipe
 from gearbox.distributed import pipeline_stages
-from gearbox.errors import UserError, one_line_with_type
+from gearbox.errors import UserError
 from gearbox.filesystem import digest_of
 from gearbox.kernels import blocks, libraries
 from gearbox.kernels.attention import DOCUMENTS
@@ -167,9 +167,7 @@ def _load_weights(
     if stage is not None:
         loader = pipeline_stages.stage_class(config, stage)
     if model.quantize and model_class(config):  # a pipeline stage cannot know which layer is the head
-        full = pipeline_stages.meta_model(config)
-        skipped = [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
-        options["quantization_config"].llm_int8_skip_modules = skipped
+        options["quantization_config"].llm_int8_skip_modules = _unquantized(config)
     try:
         with keeping_loaded_weights(model.quantize is not None):
             loaded = loader.from_pretrained(
@@ -265,34 +263,62 @@ def digests_of_weights(origin: Pretrained) -> list[str]:
 
 
 def load_for_answers(
-    folder: Path, trust_remote_code: bool = False
+    folder: Path | str,
+    trust_remote_code: bool = False,
+    key: str = "MODEL",
+    switch: str = "trust_remote_code=true",
+    quantize: bool = False,
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
-    """Load a saved model, or an adapter with its base, and its tokenizer on the first GPU, or else the CPU."""
-    origin = saved = Pretrained(str(folder), None, trust_remote_code, "FOLDER", "trust_remote_code=true")
-    is_adapter = (folder / "adapter_config.json").exists()
-    if is_adapter:
+    """Load a saved model, or an adapter with its base, and its tokenizer on the first GPU, or else the CPU.
+
+    A message names it by `key`, and `switch` as what lets its code run. `quantize` loads the weights in NF4.
+    """
+    origin = saved = Pretrained(str(folder), None, trust_remote_code, key, switch)
+    adapter = saved.adapter_folder()
+    if adapter is not None:
         try:
-            settings = read_adapter_config(folder)
+            settings = read_adapter_config(adapter)
         except ValueError as error:
-            raise saved.refuse(f"{str(folder)!r} {error}") from None
-        place = f"{folder / 'adapter_config.json'}: base_model_name_or_path"
-        saved = replace(saved, is_adapter=True)
+            raise saved.refuse(f"{str(adapter)!r} {error}") from None
+        place = f"{adapter / 'adapter_config.json'}: base_model_name_or_path"
+        saved = replace(saved, name=str(adapter), is_adapter=True)
         origin = replace(origin, name=settings.base_model_name_or_path or "", revision=settings.revision, key=place)
     tokenizer = saved.tokenizer()
     config = origin.config()
     check_weights(origin, config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     options = origin.options | {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention_of(config)}
+    if quantize:
+        options |= _quantized(config, origin, device)
     try:
         model = loader.from_pretrained(origin.name, config=config, **options)
         origin = saved
-        if is_adapter:
-            model = _with_saved_adapter(model, folder, adapters.peft_config(settings), len(tokenizer))
+        if adapter is not None:
+            model = _with_saved_adapter(model, adapter, adapters.peft_config(settings), len(tokenizer))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # hostile files raise many types of exception
         raise origin.explain(error) from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    if quantize:
+        _keep_storage(model)
+    return model.to(device).eval(), tokenizer
+
+
+def _quantized(config: PretrainedConfig, origin: Pretrained, device: str) -> dict[str, Any]:
+    """Return the options that load a model's weights in NF4, like those of a run with model.quantize: nf4."""
+    if getattr(config, "quantization_config", None):
+        raise origin.refuse(f"the weights of {origin.name!r} are quantized already; load them as they are")
+    compute = torch.bfloat16 if device == "cuda" else torch.float32
+    settings = _nf4(compute)
+    settings.llm_int8_skip_modules = _unquantized(config)
+    return {"dtype": compute, "quantization_config": settings, "device_map": {"": device}}
+
+
+def _unquantized(config: PretrainedConfig) -> list[str]:
+    """Return the modules that keep their precision in NF4."""
+    full = pipeline_stages.meta_model(config)
+    return [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
 
 
 def _with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig, num_tokens: int) -> PeftModel:
@@ -307,28 +333,6 @@ def _with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig
     if (folder / "generation_config.json").is_file():
         adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return adapted
-
-
-def answer(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast, question: str, max_new_tokens: int
-) -> str:
-    """Return the greedy answer of a model that `load_for_answers` returns."""
-    chat = [{"role": "user", "content": question}]
-    try:
-        if tokenizer.chat_template:
-            question = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        inputs = tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
-        if int(inputs["input_ids"].max()) >= (rows := len(model.get_input_embeddings().weight)):
-            raise ValueError(f"its tokenizer has {len(tokenizer)} tokens, but its model has {rows}")
-        inputs = inputs.to(model.device)
-        end = tokenizer.eos_token_id
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=end)
-        text = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the template, generation_config.json and the config come with the model
-        raise UserError(f"FOLDER: {tokenizer.name_or_path!r} cannot answer: {one_line_with_type(error)}") from None
-    return str(text).strip()
 
 
 def check_weights(origin: Pretrained, config: PretrainedConfig) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
@@ -34,6 +35,7 @@ SMALL_FILES = (
     INDEX,
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of generation_config.json
+ADAPTER_FILES = ["*.json", "*.jinja", WEIGHTS]
 READ_ENDINGS = (".json", ".jinja", ".safetensors", ".model", ".txt", ".tiktoken", ".bpe")
 MAX_TOKENIZER_BYTES = 512 * 2**20
 # Parts of the names of sizes in a config, and bounds: a larger model would be built for minutes, or fill the memory.
@@ -135,6 +137,16 @@ class Pretrained:
         if self._find(ADAPTER) is not None:  # transformers would load its base, and pickled weights
             raise self.refuse(f"{self.name!r} is an adapter; give its base here, and the adapter as adapter.path")
         self._shards()
+
+    def adapter_folder(self) -> Path | None:
+        """Return the folder of an adapter, downloaded if it is on the Hub. Return None if this is no adapter."""
+        found = self._find(ADAPTER)
+        if found is None or self.folder is not None:
+            return found and found.parent
+        try:
+            return Path(snapshot_download(self.name, revision=self.revision, allow_patterns=ADAPTER_FILES))
+        except Exception as error:
+            raise self.explain(error) from None
 
     def weight_files(self) -> list[Path]:
         """Return the files that from_pretrained reads. Those of a Hub model must have been downloaded."""
