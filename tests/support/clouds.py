@@ -1,6 +1,5 @@
 """Read the files of cluster/skypilot, cluster/dstack and cluster/hf-jobs, and run their commands on this machine."""
 
-import json
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from gearbox import ROOT
@@ -21,12 +21,12 @@ SKYPILOT = ROOT / "cluster" / "skypilot" / "train.yaml"
 DSTACK = ROOT / "cluster" / "dstack" / "train.dstack.yml"
 DSTACK_VOLUME = ROOT / "cluster" / "dstack" / "volume.dstack.yml"
 HF_JOBS = ROOT / "cluster" / "hf-jobs" / "train.sh"
-BUCKET_PATH = "/checkpoints"
 KEYS = {"AWS_ACCESS_KEY_ID": "gearbox", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 
+# Stand in for Python and for `hf`: write the arguments and the environment, each ended by a zero byte.
 RECORDER = """#!/usr/bin/env bash
-# Stand in for Python: write the arguments and the environment as JSON.
-exec "$REAL_PYTHON" -c 'import json, os, sys; json.dump([sys.argv[1:], dict(os.environ)], open(os.environ["RECORD"], "w"))' "$@"
+printf '%s\\0' "$@" >"$RECORD.arguments"
+env -0 >"$RECORD.environment"
 """
 
 
@@ -47,23 +47,29 @@ def dstack_environment(rank: int, addresses: list[str], gpus: int) -> dict[str, 
     """Return what dstack's runner sets on a node, and the values in the file."""
     given = dict(line.split("=", 1) for line in load(DSTACK)["env"] if "=" in line)
     return given | {
-        "DSTACK_NODE_RANK": str(rank), "DSTACK_NODES_NUM": str(len(addresses)), "DSTACK_NODES_IPS": "\n".join(addresses),
-        "DSTACK_MASTER_NODE_IP": addresses[0], "DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_RUN_NAME": "qwen-7b",
+        "DSTACK_NODE_RANK": str(rank), "DSTACK_NODES_NUM": str(len(addresses)),
+        "DSTACK_NODES_IPS": "\n".join(addresses), "DSTACK_MASTER_NODE_IP": addresses[0],
+        "DSTACK_GPUS_PER_NODE": str(gpus), "DSTACK_RUN_NAME": "qwen-7b",
     }  # fmt: skip
 
 
-def recorded(script: list[str], environment: dict[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Run a script with a stand-in for Python and for `hf`. Return its arguments and environment."""
+def recorded(script: str, environment: dict[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Run a script in bash with a stand-in for Python and for `hf`. Return the arguments and the environment of that.
+
+    The script is read from a file, so that no text of it is in a command line, which tests/support/kinds.py watches.
+    """
     for name in (".venv/bin/python", "bin/python", "bin/hf"):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(RECORDER)
         path.chmod(0o755)
-    kept = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "REAL_PYTHON": sys.executable}
-    record = folder / "record.json"
-    subprocess.run(script, cwd=folder, check=True, env=environment | kept | {"RECORD": str(record)})
-    arguments, seen = json.loads(record.read_text())
-    return arguments, seen
+    kept = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "RECORD": str(folder / "record")}
+    (folder / "script.sh").write_text(script)
+    subprocess.run(["bash", "script.sh"], cwd=folder, check=True, env=environment | kept)
+    arguments, seen = (
+        (folder / f"record.{what}").read_bytes().decode().split("\0")[:-1] for what in ("arguments", "environment")
+    )
+    return arguments, dict(line.split("=", 1) for line in seen)
 
 
 class Bucket:
@@ -108,19 +114,23 @@ class Bucket:
         try:
             yield path
         finally:
-            subprocess.run(["umount", "--lazy", path], check=False, capture_output=True)
+            self.lose(path)
+
+    def lose(self, path: Path) -> None:
+        """Kill the process that serves a mount, with everything that it has not uploaded, and unmount."""
+        for process in psutil.process_iter(["cmdline"]):
+            if str(path) in (process.info["cmdline"] or []) and "mount" in process.info["cmdline"]:
+                process.kill()
+        subprocess.run(["umount", "--lazy", path], check=False, capture_output=True)
 
 
 def sky_mount_command(path: Path, mode: str) -> str:
-    """Return SkyPilot's own mount command, from `rclone mount` on: the part before installs FUSE and rclone."""
+    """Return SkyPilot's own `rclone mount` command, without the parts that install rclone and write its log."""
     from sky.data import mounting_utils
 
     if mode == "MOUNT":
         command = mounting_utils.get_s3_mount_cmd("bucket", str(path))
     else:
-        command = mounting_utils.get_mount_cached_cmd("", ":s3", "bucket", str(path)).replace(":s3:", ":s3,:", 1)
-        command = command.replace(":s3,:", ":s3:")
+        command = mounting_utils.get_mount_cached_cmd("", ":s3", "bucket", str(path))
     (found,) = re.findall(r"rclone mount [^;&>]+", command)
-    log = shlex.quote(str(path.parent / f"{path.name}.log"))
-    found = re.sub(r"--log-file \S+", "", found)
-    return f"{found} --log-file {log}"
+    return re.sub(r"--log-file \S+", "", found) + f" --log-file {shlex.quote(str(path.parent / f'{path.name}.log'))}"
