@@ -20,14 +20,11 @@ from gearbox.launch.environment import CALLER_RELOADS, without_launcher
 from gearbox.launch.outcome import exit_code
 from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
-from gearbox.pages import html_report
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
 from gearbox.sharding.full_parameters import FullParameters
 from gearbox.training.run_folder import Run
-
-NUM_SHOWN_DOCUMENTS = 5  # in the report
 
 
 def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
@@ -41,6 +38,8 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
     run.write_status("saved", text)
     word = styled(("saved", "bold green") if is_saved else ("not saved", "bold red"), f": {text}")
     world.screen.print(word)
+    if world.rank == 0:
+        run.write_report()
     return exit_code("saved")
 
 
@@ -84,8 +83,6 @@ def report(
     screen = make_console(speaks=True)
     answered = preview.answers(rows.samples, run.state.answers_before, answers)
     preview.show_answers(screen, answered)
-    shown = preview.first_documents(rows.training, tokenizer, NUM_SHOWN_DOCUMENTS)
-    html_report.write(run.folder, plan.lines(), shown, answered)
     question = rows.samples[0].question if rows.samples else "Hello"
     model = run.folder / "model"
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
@@ -97,6 +94,7 @@ def report(
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
     why = problem or "stopped before the saved model was asked"
     left = f"{why}; run: python {shlex.join(command)}" if asks and reply is None else ""
+    run.write_report("done", left)  # first: the page of a run that is done is complete
     run.write_status("done", left)
     screen.print(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
 

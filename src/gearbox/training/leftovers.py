@@ -12,9 +12,12 @@ from gearbox import filesystem
 from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError
 
-FILES = ("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "report.html")
+FILES = (
+    *("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl"),
+    *("run.json", "answers.jsonl", "report.html", "loss.png"),
+)
 FOLDERS = ("base", "model", "hang", "tensorboard")
-BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json")
+BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json", "run.json")
 MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty
 ASIDE = "*.tmp-*"  # names of `filesystem.aside_of`
 

@@ -45,6 +45,7 @@ def fit(engine: Engine, rows: TrainingRows, state: TrainState, outputs: Outputs,
         result = train_step(engine, batch, recipe.optim.max_grad_norm, heartbeat)
         is_spike = state.advance(batch, result)
         outputs.metrics.step(batch, result, rate, is_spike)
+        outputs.report.start_if_due()
         refuse_divergence(recipe.run.max_bad_steps, rows, state, batch, result)
         if state.step == first_step + 1:  # startup is slow, later steps are not: detect hangs from here
             outputs.run.mark_started()
@@ -148,6 +149,7 @@ def evaluate_if_due(
     if result is not None:
         state.evaluated, state.eval_loss = state.step, result.loss
         outputs.metrics.evaluation(result.loss, result.exact_match)
+        outputs.report.request()
 
 
 def refuse_divergence(

@@ -1,4 +1,4 @@
-"""Open the outputs of a training run: metrics and checkpoints."""
+"""Open the outputs of a training run: metrics, checkpoints and the report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed.engine import Engine
+from gearbox.launch.report_process import ReportProcess
 from gearbox.launch.watchdog import Watchdog
 from gearbox.metrics.recorder import Metrics
 from gearbox.reporting.plan import Plan
@@ -55,6 +56,7 @@ class SaveReport:
     run: Run
     metrics: Metrics
     watchdog: Watchdog
+    report: ReportProcess
 
     def committing(self) -> None:
         """Flush the metrics of the checkpoint's steps to disk."""
@@ -65,6 +67,7 @@ class SaveReport:
         self.metrics.save(facts)
         self.run.saved_step = facts.saved
         self.run.write_status("running")
+        self.report.request()
 
     def save_failed(self, failure: SaveFailure) -> None:
         """Record a failed save."""
@@ -82,6 +85,7 @@ class Outputs:
     run: Run
     metrics: Metrics
     checkpointer: Checkpointer
+    report: ReportProcess
 
 
 @contextmanager
@@ -89,9 +93,13 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
     """Open metrics and checkpoints. While they are open, the loop saves on a stop, and a dead rank ends this one."""
     predicted = None if plan.fit is None else plan.fit.predicted_bytes
     with Metrics(run.folder, engine.world.screen, plan.num_steps, run.state, run.saved_step, predicted) as metrics:
-        report = SaveReport(run, metrics, watchdog)
+        page = ReportProcess(run.folder, engine.world.rank == 0)
+        report = SaveReport(run, metrics, watchdog, page)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
         watchdog.watch_peers(engine.world.pids_of_node())
-        yield Outputs(run, metrics, checkpointer)
-        checkpointer.close()
+        try:
+            yield Outputs(run, metrics, checkpointer, page)
+            checkpointer.close()
+        finally:
+            page.close()
