@@ -3,7 +3,7 @@
 Usage: python src/report.py RUN [RUN ...] [--output PATH]
 
     RUN            a run's folder, such as runs/first
-    --output PATH  where to write the comparison of several runs (default: compare.html in the first run's parent folder)
+    --output PATH  where to write the comparison of several runs (default: compare.html beside the first run)
 
 With one run, this writes report.html and loss.png into its folder, from the files there, without torch. With several
 runs, the page compares their results and the keys of their recipes, and draws their curves by step and by tokens.

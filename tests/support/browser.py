@@ -98,7 +98,9 @@ class Browser:
 
     def open(self, page: Path, width: int = 1280, dark: bool = False, height: int = 900) -> None:
         """Open a page in a window of this width."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
@@ -114,7 +116,9 @@ class Browser:
 
     def style(self, css: str) -> None:
         """Add a style sheet to the page."""
-        self.evaluate(f"document.head.append(Object.assign(document.createElement('style'), {{textContent: {json.dumps(css)}}}))")
+        self.evaluate(
+            f"document.head.append(Object.assign(document.createElement('style'), {{textContent: {json.dumps(css)}}}))"
+        )
 
     def measure(self) -> dict:
         """Return the contrasts of texts and lines, and the widths of the page and of the window."""

@@ -18,6 +18,7 @@ from gearbox.launch.environment import without_launcher
 
 SCRIPT = ROOT / "src" / "report.py"
 FIRST_SECONDS = 10  # before the first report: a run that ends sooner writes one at its end
+REFRESH_SECONDS = 300  # until the next report of a run that neither evaluates nor saves meanwhile
 REST = 20  # times the last report's duration, until the next one starts
 REST_SECONDS = 5
 LOWEST_PRIORITY = 19
@@ -33,8 +34,8 @@ class ReportProcess:
         self.is_due = False
         """Whether something has changed since the last report."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
-        self._not_before = time.monotonic() + FIRST_SECONDS
+        self._started = time.monotonic()
+        self._not_before = self._started + FIRST_SECONDS
 
     def request(self) -> None:
         """Ask for a report, now or as soon as the last one is written."""
@@ -43,9 +44,9 @@ class ReportProcess:
 
     def start_if_due(self) -> None:
         """Start a process if a report is due and none is being written. It takes microseconds otherwise."""
-        if not (self.is_first_rank and self.is_due):
-            return
         now = time.monotonic()
+        if not (self.is_first_rank and (self.is_due or now - self._started > REFRESH_SECONDS)):
+            return
         if self._process is not None:
             if self._process.poll() is None:
                 return
@@ -77,8 +78,12 @@ def _start(folder: Path) -> subprocess.Popen[bytes] | None:
     try:
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(folder)],
-            env=without_launcher(), stdin=silent, stdout=silent, stderr=silent, start_new_session=True,
-        )  # fmt: skip
+            env=without_launcher(),
+            stdin=silent,
+            stdout=silent,
+            stderr=silent,
+            start_new_session=True,
+        )
     except OSError:  # no memory, or too many processes
         return None
     with suppress(psutil.Error, OSError):

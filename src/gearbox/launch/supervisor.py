@@ -22,6 +22,7 @@ from typing import IO, Any
 import psutil
 
 from gearbox import ROOT, processes
+from gearbox.launch import report_process
 from gearbox.launch.outcome import (
     EXIT_CODES,
     EXIT_CRASHED,
@@ -172,6 +173,12 @@ class Supervisor:
             print(status.get("text", outcome), file=self.output or sys.stderr)
         if outcome == "saved" and code == -signal.SIGKILL and not self.signals:
             outcome = "running"  # no stop was requested: the launcher was killed, and its ranks saved
+        if (
+            self.run_folder is not None
+            and outcome not in ("done", "saved")
+            and (self.node is None or not self.node.rank)
+        ):
+            report_process.write(Path(self.run_folder))  # its ranks had no time to
         if outcome in EXIT_CODES or self.signals:
             if self.signals.count(signal.SIGINT) > 1:
                 return EXIT_INTERRUPTED

@@ -95,13 +95,15 @@ def draw(chart: Chart) -> str:
     gutter = max((len(label) for label in labels), default=2) * 0.95 + 1.5
     scale = " ".join(f"{number:.12g}" for number in (across.low, across.high, up.low, up.high))
     kind = "percent" if chart.unit == "percent" else "bytes" if chart.unit == "bytes" else ""
+    most = X_TICKS_WIDE if chart.is_wide else X_TICKS
     plot = (
         f'<div class="plot" style="--gutter:{gutter:.1f}ch" data-range="{scale}" data-unit="{kind}"'
         f' data-x="{escape(chart.x_name)}"{" data-log" if up.is_log else ""}>'
         f'<div class="ys">{_y_labels(up, ticks, labels)}</div>'
-        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img" aria-label="{escape(chart.title)}">'
+        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img"'
+        f' aria-label="{escape(chart.title)}">'
         f"{''.join(_drawing(chart, numbered, across, up, ticks))}</svg>"
-        f'<div class="xs">{_x_labels(across, X_TICKS_WIDE if chart.is_wide else X_TICKS)}</div>{_lanes(chart, across)}</div>'
+        f'<div class="xs">{_x_labels(across, most)}</div>{_lanes(chart, across)}</div>'
     )
     unit = {"bytes": "", "percent": "", "s": "seconds"}.get(chart.unit, chart.unit)
     notes = ", ".join(filter(None, (unit, "logarithmic scale" if up.is_log else "", f"by {chart.x_name}")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -79,9 +80,14 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         tokens = run.column("tokens").last
         facts = run.facts
         ranks = f"{facts.gear}, {len(facts.ranks)} {'rank' if len(facts.ranks) == 1 else 'ranks'}"
-        texts = [f"{run.last_step:,}", compact(tokens) if math.isfinite(tokens) else "-",
-                 duration(seconds) if math.isfinite(seconds) else "-", ranks if facts.gear else "-",
-                 facts.commit or "-", day(facts.started) or "-"]  # fmt: skip
+        texts = [
+            f"{run.last_step:,}",
+            compact(tokens) if math.isfinite(tokens) else "-",
+            duration(seconds) if math.isfinite(seconds) else "-",
+            ranks if facts.gear else "-",
+            facts.commit or "-",
+            day(facts.started) or "-",
+        ]
         lines.append("".join([*cells, *(f"<td>{escape(text)}</td>" for text in texts)]))
     head = ["run", "state", *(RESULTS[place][0] for place in used), "steps", "tokens", "trained for", "gear", "commit"]
     return page.html_table(lines, [*head, "started"], "num")
@@ -100,9 +106,17 @@ def _different_keys(runs: Sequence[RunData]) -> Iterator[list[str]]:
     known = [run.recipe for run in runs if run.recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe)
     for key in keys:
-        values = [shown_value(run.recipe[key]) if key in run.recipe else "-" for run in runs]
-        if key not in NOT_SHOWN and len({value for value, run in zip(values, runs, strict=True) if run.recipe}) > 1:
+        values = [_plain(run.recipe[key]) if key in run.recipe else "-" for run in runs]
+        if key not in NOT_SHOWN and len({*values} - {"-"}) > 1:  # an earlier version lacks keys, which is no difference
             yield [key, *values]
+
+
+def _plain(value: object) -> str:
+    """Return a value so that equal numbers are equal, such as 2e-3, 0.002 and 32.0, 32."""
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return f"{float(value):.12g}"
+    return shown_value(value)
 
 
 def _charts(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Chart]:
@@ -114,7 +128,7 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Chart]:
                 column = run.column(key)
                 xs = _tokens_at(run, column) if by_tokens else column.steps
                 values = moving_mean(column.values)[0] if is_smooth and column else column.values
-                style = "dots" if key.startswith("eval_") else "line"
+                style: charts.Style = "dots" if key.startswith("eval_") else "line"
                 colour = number % charts.NUM_COLOURS + 1
                 lines.append(Line(name, xs, values, style, colour, dash=number % len(charts.DASHES)))
             log = None if key in ("loss", "eval_loss", "grad_norm") else False

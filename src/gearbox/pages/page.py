@@ -20,9 +20,11 @@ from gearbox.redact import redact
 STYLE = """
 :root { color-scheme: light dark; --bg: #f4f6f8; --card: #fff; --text: #1a2330; --muted: #566173; --edge: #dde2e9;
   --soft: #eef1f5; --mark: #e3f4e6; --good: #176f38; --bad: #b3261e; --warn: #8a5200; --accent: #1f57c3;
-  --s1: #1f57c3; --s2: #b04a00; --s3: #176f38; --s4: #8430b8; --s5: #0b6a80; --s6: #b3261e; --s7: #596579; --s8: #7a5c00; }
+  --s1: #1f57c3; --s2: #b04a00; --s3: #176f38; --s4: #8430b8; --s5: #0b6a80; --s6: #b3261e; --s7: #596579;
+  --s8: #7a5c00; }
 @media screen and (prefers-color-scheme: dark) { :root { --bg: #0e131a; --card: #171e28; --text: #e7ecf3;
-  --muted: #a3afbf; --edge: #2c3644; --soft: #202937; --mark: #17402a; --good: #5fd38a; --bad: #ff8f86; --warn: #f0b35a;
+  --muted: #a3afbf; --edge: #2c3644; --soft: #202937; --mark: #17402a; --good: #5fd38a; --bad: #ff8f86;
+  --warn: #f0b35a;
   --accent: #8ab0ff; --s1: #8ab0ff; --s2: #ffa45c; --s3: #5fd38a; --s4: #d8a1ff; --s5: #55d0e6; --s6: #ff8f86;
   --s7: #a9b5c6; --s8: #e3c34d; } }
 @media print { :root { color-scheme: light; } .card, figure { break-inside: avoid; } }
@@ -51,7 +53,8 @@ header + .tiles { margin-top: 22px; } .tiles + .tiles .tile b { font-size: 1.25r
 .tile span { font-size: .85rem; color: var(--muted); }
 .tile.main { grid-column: span 2; } .tile.main b { font-size: 2.1rem; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 14px; }
-.columns > * { min-width: 0; } .columns.texts { align-items: start; } .columns + .card { margin-top: 14px; } .wide { grid-column: 1 / -1; }
+.columns > * { min-width: 0; } .columns.texts { align-items: start; }
+.columns + .card { margin-top: 14px; } .wide { grid-column: 1 / -1; }
 pre, code { font-family: ui-monospace, "SF Mono", Menlo, "Liberation Mono", monospace; font-size: 13px; }
 pre { margin: 6px 0 0; padding: 10px 12px; background: var(--soft); border-radius: 7px; white-space: pre-wrap;
   overflow-wrap: anywhere; }
@@ -60,7 +63,7 @@ pre.command { user-select: all; } pre + h3 { margin-top: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); }
 tr:last-child > td { border-bottom: 0; } td { min-width: 3.5em; } td:last-child, th:last-child { padding-right: 0; }
 th { font-weight: 600; color: var(--muted); font-size: .85rem; } td b { font-weight: 700; }
-table.facts td:first-child { color: var(--muted); width: 11.5em; min-width: 8em; } .num td { white-space: nowrap;
+table.facts td:first-child { color: var(--muted); width: 11.5em; min-width: 8em; } .num th, .num td { white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 details > summary { cursor: pointer; font-weight: 600; } details[open] > summary { margin-bottom: 8px; }
 .doc { white-space: pre-wrap; } .doc + .doc { margin-top: 14px; padding-top: 12px; border-top: 1px solid var(--edge); }
@@ -108,7 +111,7 @@ const show = (v, unit) => unit === "bytes" ? (v / 2 ** 30 >= 0.25 ? (v / 2 ** 30
   (Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : v === 0 ? "0" : +v.toPrecision(3) + "");
 for (const plot of document.querySelectorAll(".plot")) {
   const [x0, x1, y0, y1] = plot.dataset.range.split(" ").map(Number), log = plot.dataset.log !== undefined;
-  const svg = plot.querySelector("svg"), readout = document.createElement("div"), cursor = document.createElement("div");
+  const svg = plot.querySelector("svg"), box = () => document.createElement("div"), readout = box(), cursor = box();
   readout.className = "readout"; cursor.className = "cursor"; readout.hidden = cursor.hidden = true;
   plot.append(cursor, readout);
   const lines = [...svg.querySelectorAll("path[data-name]")].map(path => ({name: path.dataset.name,
@@ -132,7 +135,8 @@ for (const plot of document.querySelectorAll(".plot")) {
     const left = box.left - plot.getBoundingClientRect().left + at / 1000 * box.width;
     cursor.style.cssText = `left:${left}px;height:${box.height}px`;
     const room = plot.clientWidth - readout.offsetWidth;
-    readout.style.left = Math.max(0, Math.min(left + 12 > room ? left - 12 - readout.offsetWidth : left + 12, room)) + "px";
+    const beside = left + 12 > room ? left - 12 - readout.offsetWidth : left + 12;
+    readout.style.left = Math.max(0, Math.min(beside, room)) + "px";
   });
 }
 for (const one of document.querySelectorAll("[data-updated]")) {
@@ -157,7 +161,8 @@ def write(path: Path, title: str, sections: Iterable[str]) -> None:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<link rel="icon" href="{NO_PICTURE}"><title>{escape(title)}</title><style>{STYLE}</style></head><body><main>',
     ]
-    end = f"<footer>Written by Gearbox. The page needs no network.</footer></main><script>{SCRIPT}</script></body></html>\n"
+    footer = "<footer>Written by Gearbox. The page needs no network.</footer>"
+    end = f"{footer}</main><script>{SCRIPT}</script></body></html>\n"
     filesystem.atomic_write(path, "\n".join([*head, redact("\n".join(sections)), end]))
 
 

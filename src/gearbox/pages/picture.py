@@ -54,8 +54,8 @@ def write(path: Path, chart: Chart, title: str) -> None:
     for line in lines:
         _draw_line(draw, line, [place(x, y) for x, y in thinned(line.xs, line.ys) if math.isfinite(y)])
         strong, faint = COLOURS[line.colour]
-        draw.line([(left * FINE, 77 * FINE), ((left + 26) * FINE, 77 * FINE)], faint if line.style == "faint" else strong,
-                  width=(2 if line.style == "faint" else 4) * FINE)  # fmt: skip
+        colour, width = (faint, 2) if line.style == "faint" else (strong, 4)
+        draw.line([(left * FINE, 77 * FINE), ((left + 26) * FINE, 77 * FINE)], colour, width * FINE)
         name = f"{line.name} {value_label(line.last)}"
         draw.text(((left + 34) * FINE, 77 * FINE), name, font=normal, fill=TEXT, anchor="lm")
         left += 34 + draw.textlength(name, font=normal) / FINE + 26

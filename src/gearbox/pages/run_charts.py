@@ -44,13 +44,14 @@ def losses(run: RunData) -> Chart:
         Line("held-out loss", held_out.steps, held_out.values, "dots", 2, dash=1),
     ]
     signs = {
-        "resume": [(step, f"resumed before step {step:,}, {seconds:,.0f} s without a step")
-                   for step, seconds in marks.resumes],
+        "resume": [
+            (step, f"resumed before step {step:,}, {seconds:,.0f} s without a step") for step, seconds in marks.resumes
+        ],
         "skipped": [(step, f"step {step:,} was skipped: loss or gradients not finite") for step in marks.skipped],
         "spike": [(step, f"spike of the loss in step {step:,}") for step in marks.spikes],
         "save": [(step, f"checkpoint of step {step:,}") for step in marks.saves],
         "failed save": [(step, f"step {step:,} could not be saved: {why}") for step, why in marks.failed_saves],
-    }  # fmt: skip
+    }
     bars = [step for step, _ in marks.resumes]
     return Chart("Loss", lines, "nats per token", signs={k: [*v] for k, v in signs.items()}, bars=bars, is_wide=True)
 
@@ -78,9 +79,15 @@ def _memory(run: RunData) -> Chart:
     # A limit far above the lines would flatten them; the text below the headline has it as well.
     is_near = limit is not None and peak > limit / 5
     return Chart(
-        chart.title, chart.lines, chart.unit, from_zero=True, log=False, bars=chart.bars,
-        limit=limit if is_near else None, limit_name="available",
-    )  # fmt: skip
+        chart.title,
+        chart.lines,
+        chart.unit,
+        from_zero=True,
+        log=False,
+        bars=chart.bars,
+        limit=limit if is_near else None,
+        limit_name="available",
+    )
 
 
 def time_of_a_step(run: RunData) -> Chart | None:
@@ -97,8 +104,16 @@ def time_of_a_step(run: RunData) -> Chart | None:
         if part in parts:
             values = parts[part]
             means = [sum(_finite(values.get(step, 0.0)) for step in bucket) / len(bucket) for bucket in buckets]
-            lines.append(Line(part, [bucket[len(bucket) // 2] for bucket in buckets], means, "area", colour,
-                              value=f"{sum(map(_finite, values.values())) / (total or 1):.0%}"))  # fmt: skip
+            lines.append(
+                Line(
+                    part,
+                    [bucket[len(bucket) // 2] for bucket in buckets],
+                    means,
+                    "area",
+                    colour,
+                    value=f"{sum(map(_finite, values.values())) / (total or 1):.0%}",
+                )
+            )
     return Chart("Where the time of a step goes", lines, "s", from_zero=True, log=False, is_wide=True)
 
 

@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -131,7 +131,7 @@ class RunData:
         return self.columns.get(key) or Column()
 
 
-def read(folder: Path, status: dict[str, object] | None = None) -> RunData:
+def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
     """Read a run's folder. `status` replaces what status.json says. Raise UserError if it is no run's folder."""
     if not folder.is_dir() or not any((folder / name).is_file() for name in FILES):
         raise UserError(f"{folder}: is not the folder of a run; give one that has metrics.jsonl, such as runs/first")
@@ -139,7 +139,7 @@ def read(folder: Path, status: dict[str, object] | None = None) -> RunData:
     return RunData(
         folder=folder,
         facts=run_facts.read(folder),
-        status=status_of(folder) if status is None else status,
+        status=status_of(folder) if status is None else dict(status),
         columns=columns,
         marks=marks,
         num_bad_lines=num_bad,
@@ -230,8 +230,9 @@ def _answers(path: Path) -> Iterator[Answer]:
         question, answer, expected = (record.get(key) for key in ("question", "answer", "expected"))
         if isinstance(question, str) and isinstance(answer, str):
             known = expected[:MAX_LETTERS] if isinstance(expected, str) else None
-            one = Answer(step=record["step"], question=question[:MAX_LETTERS], expected=known,
-                         answer=answer[:MAX_LETTERS])  # fmt: skip
+            one = Answer(
+                step=record["step"], question=question[:MAX_LETTERS], expected=known, answer=answer[:MAX_LETTERS]
+            )
             kept[one["question"], one["step"]] = one  # an answer that is asked again after a resume replaces the first
     found = sorted(kept.values(), key=lambda one: one["step"])
     yield from [one for one in found[:-MAX_ANSWERS] if one["step"] == found[0]["step"]]

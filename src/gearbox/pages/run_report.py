@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
@@ -35,7 +35,7 @@ WORDS = {  # of each state, and its colour
 MINUTE, HOUR = 60, 3600
 
 
-def write(folder: Path, status: dict[str, object] | None = None) -> None:
+def write(folder: Path, status: Mapping[str, object] | None = None) -> None:
     """Write report.html and loss.png. `status` replaces status.json. Raise UserError or OSError."""
     run = run_data.read(folder, status)
     page.write(folder / "report.html", f"{run.name}: {WORDS.get(run.outcome, WORDS['unknown'])[0]}", sections(run))
@@ -247,8 +247,11 @@ def _course(run: RunData) -> Iterator[str]:
         lines.append((day(start.time), f"resumed from step {start.step:,} {where}{pause}{changed}"))
     events = [*lines] if facts.first.time else []
     known = {start.step + 1 for start in facts.resumes}
-    events += [("", f"resumed before step {step:,}, after {duration(seconds)} without a step")
-               for step, seconds in marks.resumes if step not in known]  # fmt: skip
+    events += [
+        ("", f"resumed before step {step:,}, after {duration(seconds)} without a step")
+        for step, seconds in marks.resumes
+        if step not in known
+    ]
     events += [("", f"step {step:,} was skipped: loss or gradients were not finite") for step in marks.skipped[:20]]
     events += [("", f"{len(marks.skipped) - 20:,} more steps were skipped")] * (len(marks.skipped) > 20)
     events += [("", f"step {step:,} could not be saved: {why}") for step, why in marks.failed_saves[:20]]
