@@ -197,9 +197,9 @@ def report(folder: Path, patch: pytest.MonkeyPatch, *overrides: str) -> records.
     """Return what the report of a run of the recipe shows, the files of its folder, and all gears by engine."""
     outcome = succeeded(run(REPORT_GEAR, folder / "runs", *overrides))
     lines = metrics_file.read(outcome.folder / "metrics.jsonl").good
-    found = [
-        {key: float(f"{line[key]:.6g}") for key in ("step", *COLUMNS) if line.get(key) is not None} for line in lines
-    ]
+    columns = {}  # by key: a step's names would take more room than its figures
+    for key in COLUMNS:
+        columns[key] = [[line["step"], float(f"{line[key]:.6g}")] for line in lines if line.get(key) is not None]
     facts = (outcome.folder / "run.json").read_text().replace(f"{folder}/", "")
     answers = metrics_file.read(outcome.folder / "answers.jsonl").good
     status = read_outcome(outcome.folder / "status.json")
@@ -217,10 +217,7 @@ def report(folder: Path, patch: pytest.MonkeyPatch, *overrides: str) -> records.
         "facts": json.loads(facts),
         "answers": answers,
         "status": {"outcome": status["outcome"], "text": "", "time": status["time"]},
-        # As columns: a step's names would take more room than its figures.
-        "metrics": {
-            key: points for key in COLUMNS if (points := [[one["step"], one[key]] for one in found if key in one])
-        },
+        "metrics": {key: points for key, points in columns.items() if points},
     }
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 
 import yaml
@@ -23,14 +24,15 @@ def write_report(record: Record, folder: Path) -> Path:
     for key, points in record["metrics"].items():
         for step, value in points:
             lines.setdefault(step, {"step": int(step)})[key] = value
-    run = folder / Path(record["run"]).name
-    run.mkdir()
+    run = folder / record["run"]
+    run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("\n".join(json.dumps(lines[step]) for step in sorted(lines)) + "\n")
     (run / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record["answers"]))
     (run / "run.json").write_text(json.dumps(record["facts"]))
     (run / "resolved.yaml").write_text(yaml.safe_dump(record["settings"], sort_keys=False))
     (run / "model").mkdir()
-    run_report.write(run, record["status"])
+    with chdir(folder):  # so that the page shows the path that a user has
+        run_report.write(Path(record["run"]), record["status"])
     return run / "report.html"
 
 
@@ -40,7 +42,7 @@ def take(record: Record) -> bytes:
         page.open(write_report(record, Path(name)), WIDTH)
         page.style(browser.FONTS)
         image = Image.open(io.BytesIO(page.picture(HEIGHT))).convert("RGB")
-    image = image.quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image = image.quantize(NUM_COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     written = io.BytesIO()
     image.save(written, format="PNG", optimize=True)
     return written.getvalue()

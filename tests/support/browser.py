@@ -40,12 +40,14 @@ MEASURE = """
     let shade = 1; for (let one = element; one; one = one.parentElement) shade *= getComputedStyle(one).opacity;
     const colour = parse(style.color); colour[3] *= shade;
     texts.push({text: walker.currentNode.data.trim().slice(0, 40), contrast: ratio(over(colour, base), base),
-      size: parseFloat(style.fontSize), left: box.left, right: box.right, scrolls: !!element.closest(".scroll, .readout")});
+      size: parseFloat(style.fontSize), left: box.left, right: box.right,
+      scrolls: !!element.closest(".scroll, .readout")});
   }
   const strokes = [...document.querySelectorAll(".plot path[data-name], .plot path.dots, .lane path")].map(path => {
     const style = getComputedStyle(path), base = behind(path.closest("figure"));
     const colour = parse(style.stroke); colour[3] *= style.opacity;
-    return {name: path.dataset.name || path.getAttribute("class") || "sign", contrast: ratio(over(colour, base), base)}; });
+    const name = path.dataset.name || path.getAttribute("class") || "sign";
+    return {name, contrast: ratio(over(colour, base), base)}; });
   return JSON.stringify({texts, strokes, width: document.documentElement.scrollWidth, room: innerWidth});
 })()
 """

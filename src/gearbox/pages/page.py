@@ -63,7 +63,8 @@ pre.command { user-select: all; } pre + h3 { margin-top: 14px; }
 th, td { text-align: left; vertical-align: top; padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); }
 tr:last-child > td { border-bottom: 0; } td { min-width: 3.5em; } td:last-child, th:last-child { padding-right: 0; }
 th { font-weight: 600; color: var(--muted); font-size: .85rem; } td b { font-weight: 700; }
-table.facts td:first-child { color: var(--muted); width: 11.5em; min-width: 8em; } .num th, .num td { white-space: nowrap;
+table.facts td:first-child { color: var(--muted); width: 11.5em; min-width: 8em; }
+.num th, .num td { white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 details > summary { cursor: pointer; font-weight: 600; } details[open] > summary { margin-bottom: 8px; }
 .doc { white-space: pre-wrap; } .doc + .doc { margin-top: 14px; padding-top: 12px; border-top: 1px solid var(--edge); }

@@ -60,7 +60,7 @@ def write(path: Path, chart: Chart, title: str) -> None:
         draw.text(((left + 34) * FINE, 77 * FINE), name, font=normal, fill=TEXT, anchor="lm")
         left += 34 + draw.textlength(name, font=normal) / FINE + 26
     picture = io.BytesIO()
-    image.reduce(FINE).quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, "PNG")
+    image.reduce(FINE).quantize(128, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(picture, "PNG")
     filesystem.atomic_write(path, picture.getvalue())
 
 
