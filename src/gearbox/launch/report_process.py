@@ -45,13 +45,12 @@ class ReportProcess:
     def start_if_due(self) -> None:
         """Start a process if a report is due and none is being written. It takes microseconds otherwise."""
         now = time.monotonic()
-        if not (self.is_first_rank and (self.is_due or now - self._started > REFRESH_SECONDS)):
-            return
         if self._process is not None:
             if self._process.poll() is None:
                 return
             self._process, self._not_before = None, now + max(REST_SECONDS, REST * (now - self._started))
-        if now >= self._not_before:
+        is_due = self.is_due or now - self._started > REFRESH_SECONDS
+        if self.is_first_rank and is_due and now >= self._not_before:
             self._process, self._started, self.is_due = _start(self.folder), now, False
 
     def close(self) -> None:

@@ -126,8 +126,9 @@ for (const plot of document.querySelectorAll(".plot")) {
     for (const {name, base, points} of lines) {
       if (!points.length) continue;
       const [px, py] = points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
-      if (step === null) step = Math.round(x0 + px / 1000 * (x1 - x0));
-      const top = value(py); rows.push(name + " " + show(base ? top - below : top, plot.dataset.unit));
+      const here = Math.round(x0 + px / 1000 * (x1 - x0)), top = value(py); step = step ?? here;
+      const far = Math.abs(here - step) > (x1 - x0) / 200 ? ` (${plot.dataset.x} ${here.toLocaleString("en")})` : "";
+      rows.push(name + " " + show(base ? top - below : top, plot.dataset.unit) + far);
       if (base) below = top;
     }
     readout.replaceChildren(...[plot.dataset.x + " " + step.toLocaleString("en"), ...rows].map(text => {
