@@ -63,7 +63,7 @@ def test_only_small_files_remain(compare, tmp_path):
         "lock", "loss.png", "metrics.jsonl", "report.html", "resolved.yaml", "run.json", "status.json", "tensorboard",
     ]  # fmt: skip
     page = (folder / "parity.html").read_text()
-    assert page.count("<figure") == 6 and page.count("data-name=") == 2 * 2 + 4 * 2
+    assert page.count("<figure") == 6 and page.count("data-name=") == 2 * 2 + 4 * 1
     assert list((tmp_path / "runs" / "parity-tiny").iterdir()) == []
 
 
