@@ -21,9 +21,11 @@ from gearbox.config.gear import gear_names, gear_path, load_gear
 from gearbox.config.loader import load_recipe
 from gearbox.data import corpus
 from gearbox.distributed import engine
+from gearbox.launch.outcome import read_outcome
 from gearbox.metrics import metrics_file
 from gearbox.model import loading
-from gearbox.pages import html_report, run_comparison
+from gearbox.pages import run_comparison
+from gearbox.pages.run_data import COLUMNS
 from gearbox.rows import arranged, batches
 from gearbox.rows.batches import PackedRows
 from pictures import records
@@ -193,20 +195,14 @@ def influence(batch: dict[str, torch.Tensor], model_folder: Path) -> list[tuple[
 
 def report(folder: Path, patch: pytest.MonkeyPatch, *overrides: str) -> records.Record:
     """Return what the report of a run of the recipe shows, the files of its folder, and all gears by engine."""
-    shown = {}
-    usual = html_report.write
-
-    def write(run_folder: Path, facts: dict, documents: list, samples: list) -> None:
-        (folder / "shown.json").write_text(json.dumps({"facts": facts, "documents": documents, "samples": samples}))
-        usual(run_folder, facts, documents, samples)
-
-    with patch.context() as here:
-        here.setattr(html_report, "write", write)
-        outcome = succeeded(run(REPORT_GEAR, folder / "runs", *overrides))
-    shown = json.loads((folder / "shown.json").read_text().replace(f"{folder}/", ""))
-    keys = ["step", *(key for keys in html_report.CURVES.values() for key in keys)]
+    outcome = succeeded(run(REPORT_GEAR, folder / "runs", *overrides))
     lines = metrics_file.read(outcome.folder / "metrics.jsonl").good
-    found = [{key: float(f"{line[key]:.6g}") for key in keys if key in line} for line in lines]
+    columns = {}  # by key: a step's names would take more room than its figures
+    for key in COLUMNS:
+        columns[key] = [[line["step"], float(f"{line[key]:.6g}")] for line in lines if line.get(key) is not None]
+    facts = (outcome.folder / "run.json").read_text().replace(f"{folder}/", "")
+    answers = metrics_file.read(outcome.folder / "answers.jsonl").good
+    status = read_outcome(outcome.folder / "status.json")
     recipe = yaml.safe_load((ROOT / RECIPE).read_text())
     engines: dict[str, list[str]] = {}
     for name in gear_names():
@@ -218,9 +214,10 @@ def report(folder: Path, patch: pytest.MonkeyPatch, *overrides: str) -> records.
         "files": sorted(path.name + "/" * path.is_dir() for path in outcome.folder.iterdir()),
         "settings": {group: values for group, values in recipe.items() if isinstance(values, dict)},
         "engines": engines,
-        **shown,
-        # As columns: a step's names would take more room than its figures.
-        "metrics": {key: [[line["step"], line[key]] for line in found if key in line] for key in keys[1:]},
+        "facts": json.loads(facts),
+        "answers": answers,
+        "status": {"outcome": status["outcome"], "text": "", "time": status["time"]},
+        "metrics": {key: points for key, points in columns.items() if points},
     }
 
 

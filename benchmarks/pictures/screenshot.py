@@ -2,33 +2,20 @@
 
 import io
 import json
-import shutil
-import subprocess
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 
-from PIL import Image, ImageChops
+import yaml
+from PIL import Image
 
-from gearbox.pages import html_report
+from gearbox.pages import run_report
 from pictures.records import Record
+from support import browser
+from support.browser import missing  # noqa: F401  for the callers of `take`
 
-SIZE = (960, 3000)  # pixels; what is empty at the bottom is cut off
-MARGIN = 24
-FLAGS = """
-    --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync --hide-scrollbars --font-render-hinting=none
-""".split()
-# The same letters on every machine that has the fonts of `make packages`.
-FONTS = "<style>body { font-family: 'Liberation Sans'; } pre { font-family: 'Liberation Mono'; }</style>"
+WIDTH, HEIGHT = 1120, 2300  # pixels; the page continues below
 NUM_COLOURS = 128
-
-
-def missing() -> str:
-    """Return what is missing for a screenshot; an empty text if nothing is."""
-    if not shutil.which("chromium"):
-        return "chromium is not installed (make packages)"
-    fonts = subprocess.run(["fc-list", ":", "family"], capture_output=True, text=True, check=False).stdout
-    return "" if "Liberation Sans" in fonts else "the Liberation fonts are not installed (make packages)"
 
 
 def write_report(record: Record, folder: Path) -> Path:
@@ -37,32 +24,25 @@ def write_report(record: Record, folder: Path) -> Path:
     for key, points in record["metrics"].items():
         for step, value in points:
             lines.setdefault(step, {"step": int(step)})[key] = value
-    run = folder / Path(record["run"]).name
-    run.mkdir()
+    run = folder / record["run"]
+    run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("\n".join(json.dumps(lines[step]) for step in sorted(lines)) + "\n")
-    html_report.write(run, record["facts"], record["documents"], record["samples"])
+    (run / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record["answers"]))
+    (run / "run.json").write_text(json.dumps(record["facts"]))
+    (run / "resolved.yaml").write_text(yaml.safe_dump(record["settings"], sort_keys=False))
+    (run / "model").mkdir()
+    with chdir(folder):  # so that the page shows the path that a user has
+        run_report.write(Path(record["run"]), record["status"])
     return run / "report.html"
 
 
 def take(record: Record) -> bytes:
-    """Return the report as PNG."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report, picture = write_report(record, folder), folder / "report.png"
-        report.write_text(report.read_text(encoding="utf-8") + FONTS, encoding="utf-8")
-        where = [
-            f"--user-data-dir={folder / 'profile'}",
-            f"--screenshot={picture}",
-            f"--window-size={SIZE[0]},{SIZE[1]}",
-        ]
-        command = ["chromium", *FLAGS, *where, report.as_uri()]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if not picture.is_file():
-            raise RuntimeError(f"chromium took no picture:\n{ended.stderr[-2000:]}")
-        image = Image.open(picture).convert("RGB")
-        *_, bottom = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
-        image = image.crop((0, 0, image.width, min(image.height, bottom + MARGIN)))
-        image = image.quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        written = io.BytesIO()
-        image.save(written, format="PNG", optimize=True)
-        return written.getvalue()
+    """Return the upper part of the report as PNG."""
+    with tempfile.TemporaryDirectory() as name, browser.opened() as page:
+        page.open(write_report(record, Path(name)), WIDTH)
+        page.style(browser.FONTS)
+        image = Image.open(io.BytesIO(page.picture(HEIGHT))).convert("RGB")
+    image = image.quantize(NUM_COLOURS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    written = io.BytesIO()
+    image.save(written, format="PNG", optimize=True)
+    return written.getvalue()

@@ -133,10 +133,10 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
         _fsync(file.fileno())
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Write a file in place and flush it to disk. A kill or a power cut may truncate it."""
     with new_file(path) as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def retry_transient(work: Callable[[], Result]) -> Result:
@@ -228,17 +228,17 @@ def aside_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid4().hex[:8]}")
 
 
-def atomic_write(path: Path, text: str) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Replace a small file by a rename. If renames fail, write it in place."""
     aside = aside_of(path)
     try:
-        write(aside, text)
+        write(aside, content)
         try:
             rename(aside, path)
         except OSError as error:
             if error.errno not in UNSUPPORTED | {errno.EIO}:
                 raise
-            write(path, text)
+            write(path, content)
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

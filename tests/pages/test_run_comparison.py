@@ -60,10 +60,10 @@ def test_only_small_files_remain(compare, tmp_path):
         "fsdp-2", "fsdp-2.log", "parity.html", "single-1", "single-1.log",
     ]  # fmt: skip
     assert sorted(path.name for path in (folder / "fsdp-2").iterdir()) == [
-        "lock", "metrics.jsonl", "report.html", "resolved.yaml", "status.json", "tensorboard",
+        "lock", "loss.png", "metrics.jsonl", "report.html", "resolved.yaml", "run.json", "status.json", "tensorboard",
     ]  # fmt: skip
     page = (folder / "parity.html").read_text()
-    assert page.count("<svg") == 6 and page.count("<polyline") == 2 * 2 + 4 * 3
+    assert page.count("<figure") == 6 and page.count("data-name=") == 2 * 2 + 4 * 1
     assert list((tmp_path / "runs" / "parity-tiny").iterdir()) == []
 
 

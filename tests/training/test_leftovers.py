@@ -13,7 +13,7 @@ from gearbox.checkpoint.staging import Staging
 from gearbox.errors import UserError
 from gearbox.launch.outcome import read_outcome
 from gearbox.metrics import metrics_file
-from gearbox.pages import html_report, run_comparison
+from gearbox.pages import run_comparison, run_report
 from gearbox.training import leftovers, run_folder
 from support.faults import STEPS, at_step, patch_step
 
@@ -146,7 +146,7 @@ def test_every_reader_of_metrics_passes_over_damaged_lines(tmp_path):
     found = metrics_file.read(tmp_path / "metrics.jsonl")
     assert len(found.good) == 1 and b"".join(found.bad) == b"".join(BAD_LINES) + b"x" * 3 * 2**20 + b"\n"
     assert [line["step"] for line in run_comparison.read_steps(tmp_path)] == [1]
-    html_report.write(tmp_path, {}, [], [])
+    run_report.write(tmp_path)
     assert "1.5" in (tmp_path / "report.html").read_text()
 
 

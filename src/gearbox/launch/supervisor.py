@@ -22,6 +22,7 @@ from typing import IO, Any
 import psutil
 
 from gearbox import ROOT, console, processes
+from gearbox.launch import report_process
 from gearbox.launch.outcome import (
     EXIT_CODES,
     EXIT_CRASHED,
@@ -177,6 +178,12 @@ class Supervisor:
             self._print(status.get("text", outcome))
         if outcome == "saved" and code == -signal.SIGKILL and not self.signals:
             outcome = "running"  # no stop was requested: the launcher was killed, and its ranks saved
+        if (
+            self.run_folder is not None
+            and outcome not in ("done", "saved")
+            and (self.node is None or not self.node.rank)
+        ):
+            report_process.write(Path(self.run_folder))  # its ranks had no time to
         if outcome in EXIT_CODES or self.signals:
             if self.signals.count(signal.SIGINT) > 1:
                 return EXIT_INTERRUPTED

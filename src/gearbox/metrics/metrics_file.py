@@ -27,15 +27,26 @@ class Records:
 
 def read(path: Path) -> Records:
     """Return the records of a metrics.jsonl, none if it is missing or not a regular file."""
-    records = Records()
-    if path.is_file():
-        for line in _lines(path):
-            record = parse(line)
-            if record is not None:
-                records.good.append(record)
-            elif line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:  # else it was cut off by a kill
-                records.bad.append(line)
-    return records
+    found = Records()
+    for line, record in _parsed(path):
+        if record is not None:
+            found.good.append(record)
+        else:
+            found.bad.append(line)
+    return found
+
+
+def records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the records of a metrics.jsonl one by one, and None for each damaged line."""
+    return (record for _, record in _parsed(path))
+
+
+def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line with its record, or None. A last line that a kill has cut off is left out."""
+    for line in _lines(path) if path.is_file() else ():
+        record = parse(line)
+        if record is not None or line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+            yield line, record
 
 
 def _lines(path: Path) -> Iterator[bytes]:

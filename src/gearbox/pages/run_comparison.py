@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from rich.table import Table
 from gearbox.checkpoint import manifest, shards
 from gearbox.errors import UserError
 from gearbox.metrics import metrics_file
-from gearbox.pages import html_report
+from gearbox.pages import charts, page
+from gearbox.pages.charts import Chart, Line
 
 QUANTITIES = ("loss", "gradient norm", "weights", "moments")
 # Tolerances by precision. We measured 20 steps of ddp, fsdp, zero2 and zero3 on CPUs, with full fine-tuning, LoRA and
@@ -44,6 +46,7 @@ TOLERANCES = {
 }
 LEGEND = (__doc__ or "").partition("\n\n")[2].strip()
 HEADINGS = ["gear", *QUANTITIES, "verdict"]
+LOWEST = 1e-9  # smallest difference drawn: a logarithmic scale cannot show 0
 FIRST_MOMENTS = ("exp_avg", "state1", "momentum_buffer")  # the names in torch, in bitsandbytes and under Muon
 
 
@@ -171,34 +174,45 @@ def table(compared: list[Compared], tolerances: dict[str, float]) -> Table:
 def write(path: Path, title: str, compared: list[Compared], tolerances: dict[str, float]) -> None:
     """Write an HTML page with the table, the explanations and the curves."""
     explained = [f"{run.name}: {text}" for run in compared if (text := run.explanation(tolerances))]
+    word, colour = ("equal", "good") if all(_has_passed(run, tolerances) for run in compared) else ("different", "bad")
+    status = f'<span class="status {colour}">{word}</span>'
+    reasons = "".join(f"<p>{html.escape(text)}</p>" for text in explained)
     sections = [
-        html_report.table(_rows(compared, tolerances), HEADINGS),
-        *(f"<p>{html.escape(text)}</p>" for text in explained),
-        "<h2>Curves</h2>",
-        f'<div class="curves">{"".join(_figures(compared, tolerances))}</div>',
-        f"<h2>Quantities</h2><pre>{html.escape(LEGEND)}</pre>",
+        f'<header><div class="line"><h1>{html.escape(title)}</h1>{status}</div></header>',
+        "<h2>Largest differences, and their steps</h2>",
+        page.card(page.table(_rows(compared, tolerances), HEADINGS, "num") + reasons),
+        charts.section(_charts(compared, tolerances)),
+        f"<h2>Quantities</h2>{page.card(f'<pre>{html.escape(LEGEND)}</pre>')}",
     ]
-    html_report.write_page(path, title, sections)
+    page.write(path, title, sections)
 
 
-def _figures(compared: list[Compared], tolerances: dict[str, float]) -> list[str]:
-    """Return figures of the completed runs' metrics and of their differences."""
+def _has_passed(run: Compared, tolerances: dict[str, float]) -> bool:
+    return run.verdict(tolerances) in ("reference", "equal")
+
+
+def _charts(compared: list[Compared], tolerances: dict[str, float]) -> Iterator[Chart]:
+    """Yield charts of the completed runs' metrics and of their differences."""
     completed = [run for run in compared if not run.problem]
-    figures = []
-    for quantity, key in (("loss", "loss"), ("gradient norm", "grad_norm")) if completed else ():
-        curves = {run.name: _points(run.folder, key) for run in completed}
-        figures.append(html_report.figure(quantity, curves, striped=True))
+    for quantity, key in (("Loss", "loss"), ("Gradient norm", "grad_norm")) if completed else ():
+        lines = [_striped(run.name, run.folder, key) for run in completed]
+        yield Chart(quantity, lines)
     for quantity in QUANTITIES if len(completed) > 1 else ():
-        lines: html_report.Lines = {
-            run.name: [(step.step, step.values[quantity]) for step in run.differences if quantity in step.values]
-            for run in completed
-        }
-        figures.append(html_report.figure(f"difference in {quantity}", lines, limit=tolerances[quantity]))
-    return figures
+        lines = []
+        for run in completed:
+            steps = [step for step in run.differences if quantity in step.values]
+            values = [max(step.values[quantity], LOWEST) for step in steps]
+            largest = f"largest {max(step.values[quantity] for step in steps):.0e}" if steps else ""
+            lines.append(Line(run.name, [step.step for step in steps], values, dash=0, value=largest))
+        limit = tolerances[quantity]
+        yield Chart(f"Difference in {quantity}", lines, log=True, limit=limit, limit_name="tolerance")
 
 
-def _points(run: Path, key: str) -> list[tuple[float, float]]:
-    return [(line["step"], math.nan if line[key] is None else line[key]) for line in read_steps(run)]
+def _striped(name: str, run: Path, key: str) -> Line:
+    """Return a line of a run's metrics, which stays visible where it coincides with others."""
+    steps = read_steps(run)
+    values = [math.nan if line[key] is None else line[key] for line in steps]
+    return Line(name, [line["step"] for line in steps], values, "stripes")
 
 
 def _rows(compared: list[Compared], tolerances: dict[str, float]) -> list[list[str]]:

@@ -22,15 +22,12 @@ from gearbox.launch.environment import CALLER_RELOADS, without_launcher
 from gearbox.launch.outcome import exit_code
 from gearbox.launch.watchdog import LOOK_SECONDS, Watchdog
 from gearbox.model import adapters, export
-from gearbox.pages import html_report
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
 from gearbox.sharding.full_parameters import SavedParameters
 from gearbox.training import evaluation
 from gearbox.training.run_folder import Run, verify_share
-
-NUM_SHOWN_DOCUMENTS = 5  # in the report
 
 
 def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
@@ -44,6 +41,8 @@ def end_stopped(run: Run, world: ProcessGroup, watchdog: Watchdog) -> int:
     run.write_status("saved", text)
     word = styled(("saved", "bold green") if is_saved else ("not saved", "bold red"), f": {text}")
     world.screen.print_always(word)
+    if world.rank == 0:
+        run.write_report()
     return exit_code("saved")
 
 
@@ -125,8 +124,6 @@ def report(
     watchdog.disarm(on_stop="the model is saved; it will not be asked")
     screen = make_console(speaks=True)
     preview.show_answers(screen, answered)
-    shown = preview.first_documents(rows.training, tokenizer, NUM_SHOWN_DOCUMENTS)
-    html_report.write(run.folder, plan.lines(), shown, answered)
     question = answered[0]["question"] if answered else "Hello"
     model = run.folder / "model"
     command = ask_command(model, question, plan.job.recipe.model.trust_remote_code)
@@ -141,6 +138,7 @@ def report(
     screen.print(f"report: {run.folder / 'report.html'}; metrics: {run.folder / 'metrics.jsonl'}")
     why = problem or "stopped before the saved model was asked"
     left = f"{why}; run: python {shlex.join(command)}" if asks and reply is None else ""
+    run.write_report("done", left)  # first: the page of a run that is done is complete
     run.write_status("done", left)
     screen.print_always(styled(("done", "bold green"), f": model saved to {model}{left and f'; {left}'}"))
 

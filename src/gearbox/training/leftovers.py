@@ -13,18 +13,11 @@ from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError
 
 FILES = (
-    "resolved.yaml",
-    "status.json",
-    "metrics.jsonl",
-    "metrics.jsonl.bad",
-    "answers.jsonl",
-    "trackers.json",
-    "dropped.jsonl",
-    "report.html",
-    "run.log",
+    *("resolved.yaml", "status.json", "metrics.jsonl", "metrics.jsonl.bad", "dropped.jsonl", "answers.jsonl"),
+    *("run.json", "run.log", "trackers.json", "report.html", "loss.png"),
 )
 FOLDERS = ("base", "model", "hang", "tensorboard", "trackers", "profile")
-BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json", "run.log")
+BEFORE_TRAINING = ("lock", "resolved.yaml", "status.json", "run.json", "run.log")
 MODEL_FILES = (".json", ".safetensors")  # a saved model has such files, and none is empty
 ASIDE = "*.tmp-*"  # names of `filesystem.aside_of`
 

@@ -54,6 +54,7 @@ def fit(engine: Engine, rows: TrainingRows, questions: Questions, outputs: Outpu
         is_spike = state.advance(batch, result)
         outputs.metrics.step(batch, result, rate, is_spike)
         outputs.profile.after(state.step)
+        outputs.report.start_if_due()
         refuse_divergence(recipe.run.max_bad_steps, rows, state, batch, result)
         if state.step == first_step + 1:  # startup is slow, later steps are not: detect hangs from here
             outputs.run.mark_started()
@@ -170,6 +171,7 @@ def evaluate_if_due(
         state.eval_loss = result.loss
         outputs.metrics.evaluation(result.loss, result.exact_match, score)
         state.judge(-result.loss if score is None else score, evaluation.best_by(recipe))
+    outputs.report.request()
 
 
 def refuse_divergence(

@@ -1,4 +1,4 @@
-"""Open the outputs of a training run: metrics and checkpoints."""
+"""Open the outputs of a training run: metrics, checkpoints and the report."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gearbox.config.gear import Gear
 from gearbox.config.loader import recipe_for_manifest
 from gearbox.distributed import engine as engines
 from gearbox.distributed.engine import Engine
+from gearbox.launch.report_process import ReportProcess
 from gearbox.launch.watchdog import Watchdog
 from gearbox.metrics.answers_file import AnswersFile
 from gearbox.metrics.clock import StepClock
@@ -66,6 +67,7 @@ class SaveReport:
     run: Run
     metrics: Metrics
     watchdog: Watchdog
+    report: ReportProcess
 
     def committing(self) -> None:
         """Flush the metrics of the checkpoint's steps to disk."""
@@ -76,6 +78,7 @@ class SaveReport:
         self.metrics.save(facts)
         self.run.saved_step = facts.saved
         self.run.write_status("running")
+        self.report.request()
 
     def save_failed(self, failure: SaveFailure) -> None:
         """Record a failed save."""
@@ -95,6 +98,7 @@ class Outputs:
     checkpointer: Checkpointer
     answers: AnswersFile
     profile: Profiler
+    report: ReportProcess
 
 
 def parts_not_told_apart(gear: Gear) -> frozenset[str]:
@@ -126,7 +130,8 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
         described = Description.of(run.folder, engine.job)
         recorder.trackers = Trackers(keys.trackers, described, screen.print_always)
     with recorder as metrics:
-        report = SaveReport(run, metrics, watchdog)
+        page = ReportProcess(run.folder, engine.world.rank == 0)
+        report = SaveReport(run, metrics, watchdog, page)
         contents = CheckpointContents(engine, plan)
         checkpointer = Checkpointer(plan.disk, engine.world, contents, report, run.saved_step)
         metrics.waited_for_saves = lambda: checkpointer.seconds_waited
@@ -137,7 +142,8 @@ def open_outputs(plan: Plan, engine: Engine, run: Run, watchdog: Watchdog) -> It
         profile.open(run.state.step)
         try:
             answers = AnswersFile(run.folder, engine.world.screen, run.state.evaluated)
-            yield Outputs(run, metrics, checkpointer, answers, profile)
+            yield Outputs(run, metrics, checkpointer, answers, profile, page)
+            checkpointer.close()
         finally:
             profile.close()
-        checkpointer.close()
+            page.close()

@@ -6,6 +6,8 @@ import os
 import platform
 import shutil
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,10 +26,12 @@ from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
 from gearbox.distributed.engine import Engine
-from gearbox.errors import UserError, one_line
+from gearbox.errors import UserError, one_line, one_line_with_type
 from gearbox.launch import chatter, outcome
 from gearbox.launch.environment import LaunchEnvironment
 from gearbox.model import dropout
+from gearbox.pages import run_facts, run_report
+from gearbox.pages.run_facts import RunFacts
 from gearbox.redact import redacted
 from gearbox.rows import splits
 from gearbox.rows.batches import PackedRows
@@ -118,6 +122,22 @@ class Run:
         if (first := next(dropped, None)) is not None:  # each start writes it again
             splits.write_dropped(self.folder / "dropped.jsonl", chain([first], dropped))
 
+    def write_facts(self, facts: RunFacts) -> None:
+        """Write run.json for the report. Only rank 0 calls it. A full disk does not stop the run."""
+        try:
+            run_facts.write(self.folder, facts)
+        except OSError as error:
+            print(f"gearbox: {self.folder / run_facts.FILE} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def write_report(self, status: str = "", text: str = "") -> None:
+        """Write report.html and loss.png, with this status or that of status.json. No failure stops the run."""
+        try:
+            known = {"outcome": status, "text": text, "time": time.strftime(run_facts.TIME_FORMAT)} if status else None
+            run_report.write(self.folder, known)
+        except Exception as error:  # for a full disk and for a mistake in the page alike
+            why = one_line_with_type(error)
+            print(f"gearbox: {self.folder / 'report.html'} not written: {why}", file=sys.stderr, flush=True)
+
     def write_status(self, status: str, text: str = "") -> None:
         """Write the run's state to status.json and to each launcher's status file. Every rank calls it."""
         launched = LaunchEnvironment.read()
@@ -169,6 +189,8 @@ def open_run(job: Job, world: World, tell: Callable[[str], None]) -> Iterator[Ru
     except BaseException as found:
         if run.has_begun and isinstance(found, UserError):
             run.write_status("failed", f"gearbox: {found}")
+            if world.rank == 0:
+                run.write_report()
         if locks and is_new and not run.has_begun:
             shutil.rmtree(run.folder, ignore_errors=True)
         raise

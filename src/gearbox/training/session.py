@@ -32,6 +32,7 @@ from gearbox.model import adapters, export, loading, probes, random_init
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
+from gearbox.pages import run_facts
 from gearbox.planning.fit import Fit
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
@@ -49,6 +50,7 @@ from gearbox.training.run_folder import Run
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 # Largest change of a token's loss when another document in its row changes, by precision.
 LEAK_TOLERANCE = {"no": 1e-4, "bf16": 3e-2}
+NUM_SHOWN_DOCUMENTS = 5  # in the report
 NARROW_LAYERS = 3  # of the narrow copy that tests whether a model family splits into stages
 
 
@@ -292,7 +294,7 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
 
 
 def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world: ProcessGroup) -> None:
-    """Print the plan and a document with its supervised tokens, and list the dropped documents."""
+    """Print the plan and a document with its supervised tokens. Write run.json and the list of dropped documents."""
     plan.show(world.screen)
     if run.checkpoint is not None and run.manifest is not None:
         step = f"step {run.state.step} of {plan.num_steps}"
@@ -304,5 +306,8 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
             )
     first = preview.first_documents(rows.training, data.tokenizer, 1)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
+    devices = world.rank_devices()
     if world.rank == 0:
         run.write_dropped(rows.dropped())
+        documents = preview.first_documents(rows.training, data.tokenizer, NUM_SHOWN_DOCUMENTS)
+        run.write_facts(run_facts.begin(plan, devices, run_folder.versions(), documents, run.state.step))

@@ -1,0 +1,262 @@
+"""Read a run's folder for its report: metrics as columns, marks, answers, state and recipe. Damaged parts are left out.
+
+Nothing here imports torch, and a folder of an earlier version, without run.json, can be read as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TypedDict
+
+import psutil
+import yaml
+
+from gearbox import filesystem
+from gearbox.config.loader import YAML_ERRORS
+from gearbox.errors import UserError
+from gearbox.launch import outcome
+from gearbox.metrics import metrics_file
+from gearbox.pages import run_facts
+from gearbox.pages.run_facts import RunFacts
+
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "save")  # of a step's time, as in seconds_data
+COLUMNS = (
+    *("loss", "eval_loss", "eval_perplexity", "eval_exact_match", "eval_metric"),
+    *("grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "tokens_per_second_per_device", "mfu"),
+    *("memory_bytes", "memory_peak_bytes", "memory_predicted_bytes", "seconds", "num_skipped", "idle"),
+    *("router_loss", "expert_load", "rank_load", *(f"seconds_{part}" for part in PARTS)),
+)
+FILES = ("metrics.jsonl", "status.json", "run.json", "resolved.yaml")  # a run's folder has one of them at least
+MAX_ANSWERS = 2000  # lines of answers.jsonl that are shown; the newest of each question are among the last ones
+MAX_FAULTS = 50
+MAX_LETTERS = 2000  # of a text from a file
+
+
+class Answer(TypedDict):
+    """An answer that the model gave at a step."""
+
+    step: int
+    question: str
+    expected: str | None
+    answer: str
+
+
+@dataclass
+class Column:
+    """The values of one key of metrics.jsonl. A null is NaN."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def __bool__(self) -> bool:
+        return any(map(math.isfinite, self.values))
+
+    @property
+    def first(self) -> float:
+        """The first finite value; NaN without one."""
+        return next(filter(math.isfinite, self.values), math.nan)
+
+    @property
+    def last(self) -> float:
+        """The last finite value; NaN without one."""
+        return next(filter(math.isfinite, reversed(self.values)), math.nan)
+
+    @property
+    def peak(self) -> float:
+        """The largest finite value; NaN without one."""
+        return max(filter(math.isfinite, self.values), default=math.nan)
+
+    @property
+    def median(self) -> float:
+        """The middle one of the finite values; NaN without one."""
+        finite = sorted(filter(math.isfinite, self.values))
+        return finite[len(finite) // 2] if finite else math.nan
+
+
+@dataclass
+class Marks:
+    """Steps at which something happened."""
+
+    resumes: list[tuple[int, float]] = field(default_factory=list)
+    """The first step after a resume, and the seconds without a step before it."""
+    skipped: list[int] = field(default_factory=list)
+    spikes: list[int] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
+    failed_saves: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class RunData:
+    """What a run's folder says about it."""
+
+    folder: Path
+    facts: RunFacts
+    status: dict[str, object]
+    """The content of status.json; `outcome` is also `crashed` if the run's process ended without a word."""
+    columns: dict[str, Column]
+    marks: Marks
+    num_bad_lines: int
+    answers: list[Answer]
+    recipe: dict[str, object]
+    """The flat keys of resolved.yaml."""
+    hangs: list[tuple[str, str]]
+    """Name of each stack file in hang/, and what its rank was doing."""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def outcome(self) -> str:
+        """The state of the run: running, saved, done, failed, refused, crashed, or unknown."""
+        return str(self.status.get("outcome") or "unknown")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any line records."""
+        return int(max((column.steps[-1] for column in self.columns.values() if column.steps), default=0))
+
+    def column(self, key: str) -> Column:
+        """Return a column, empty if no line has its key."""
+        return self.columns.get(key) or Column()
+
+
+def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
+    """Read a run's folder. `status` replaces what status.json says. Raise UserError if it is no run's folder."""
+    if not folder.is_dir() or not any((folder / name).is_file() for name in FILES):
+        raise UserError(f"{folder}: is not the folder of a run; give one that has metrics.jsonl, such as runs/first")
+    columns, marks, num_bad = _read_metrics(folder / "metrics.jsonl")
+    return RunData(
+        folder=folder,
+        facts=run_facts.read(folder),
+        status=status_of(folder) if status is None else dict(status),
+        columns=columns,
+        marks=marks,
+        num_bad_lines=num_bad,
+        answers=[*_answers(folder / "answers.jsonl")],
+        recipe=dict(_flat_recipe(folder / "resolved.yaml")),
+        hangs=list(_hangs(folder / "hang")),
+    )
+
+
+def _read_metrics(path: Path) -> tuple[dict[str, Column], Marks, int]:
+    """Return the columns and the marks of a metrics.jsonl, and the number of its damaged lines.
+
+    Lines are read one by one, because 100,000 steps as dicts take 300 MB.
+    """
+    columns, marks, num_bad, num_skipped = {key: Column() for key in COLUMNS}, Marks(), 0, 0.0
+    for record in metrics_file.records(path):
+        if record is None:
+            num_bad += 1
+            continue
+        step = record["step"]
+        for key, value in record.items():
+            if (column := columns.get(key)) is None:
+                continue
+            if value is None:
+                value = math.nan
+            elif type(value) not in (int, float):
+                continue
+            column.steps.append(step)
+            column.values.append(value)
+        _mark(marks, step, record)
+        skipped = record.get("num_skipped")
+        if type(skipped) is int:
+            if skipped > num_skipped:
+                marks.skipped.append(step)
+            num_skipped = skipped
+    return columns, marks, num_bad
+
+
+def _mark(marks: Marks, step: int, record: dict[str, object]) -> None:
+    """Add what a line of metrics.jsonl marks."""
+    idle, saved, failed = (record.get(key) for key in ("seconds_without_a_step", "saved", "save_failed"))
+    if isinstance(idle, int | float):
+        marks.resumes.append((step, float(idle)))
+    if record.get("spike") is True:
+        marks.spikes.append(step)
+    if isinstance(saved, int):
+        marks.saves.append(saved)
+    if isinstance(failed, int):
+        marks.failed_saves.append((failed, str(record.get("save_error"))[:MAX_LETTERS]))
+
+
+def status_of(folder: Path) -> dict[str, object]:
+    """Return the content of status.json. A run whose process has ended without a word is `crashed`."""
+    status: dict[str, object] = dict(outcome.read_outcome(folder / "status.json"))
+    if status.get("outcome") == "running" and status.get("host") == socket.gethostname():
+        pid, lock = status.get("pid"), folder / "lock"
+        is_alive = isinstance(pid, int) and pid > 0 and psutil.pid_exists(pid)
+        if not is_alive and not _is_locked(lock):
+            status |= {"outcome": "crashed", "text": "its process has ended without a word, as after a kill"}
+    return status
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a run's folder."""
+    if not path.is_file():
+        return False
+    with suppress(OSError):
+        lock = filesystem.Lock(path, 0, shared=True)
+        lock.release()
+        return lock.is_taken
+    return False
+
+
+def seconds_since(moment: str) -> float | None:
+    """Return the seconds since a time in ISO 8601, or None if the text is no such time."""
+    with suppress(ValueError):
+        return time.time() - datetime.strptime(moment, run_facts.TIME_FORMAT).timestamp()
+    return None
+
+
+def _answers(path: Path) -> Iterator[Answer]:
+    """Yield the answers of answers.jsonl: of each question the first one, and the last ones of all."""
+    lines = list(metrics_file.records(path))
+    kept: dict[tuple[str, int], Answer] = {}
+    for record in lines:
+        if record is None:
+            continue
+        question, answer, expected = (record.get(key) for key in ("question", "answer", "expected"))
+        if isinstance(question, str) and isinstance(answer, str):
+            known = expected[:MAX_LETTERS] if isinstance(expected, str) else None
+            one = Answer(
+                step=record["step"], question=question[:MAX_LETTERS], expected=known, answer=answer[:MAX_LETTERS]
+            )
+            kept[one["question"], one["step"]] = one  # an answer that is asked again after a resume replaces the first
+    found = sorted(kept.values(), key=lambda one: one["step"])
+    yield from [one for one in found[:-MAX_ANSWERS] if one["step"] == found[0]["step"]]
+    yield from found[-MAX_ANSWERS:]
+
+
+def _flat_recipe(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield the keys of a resolved.yaml as group.key with their values."""
+    try:
+        found = yaml.safe_load(filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode())
+    except (OSError, *YAML_ERRORS):
+        return
+    for group, keys in found.items() if isinstance(found, dict) else ():
+        for key, value in keys.items() if isinstance(keys, dict) else ():
+            yield f"{group}.{key}", value
+
+
+def _hangs(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each stack file, and what its rank was doing when it had waited too long."""
+    for path in sorted(folder.glob("*.txt"))[:MAX_FAULTS] if folder.is_dir() else ():
+        if not path.is_file() or not path.stat().st_size:
+            continue
+        doing = "stacks of a rank that did not answer"
+        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            facts = json.loads(filesystem.read_limited(path, 2**20).decode(errors="replace").splitlines()[0])
+            doing = f"rank {facts['rank']} on {facts['host']} was in {facts['doing']} for {facts['seconds_ago']:g} s"
+        yield path.name, doing[:MAX_LETTERS]
