@@ -62,14 +62,14 @@ def save(
         return
     with filesystem.atomic_folder(folder) as aside:
         if without_adapter(model) is not model:
-            _save_adapter(model, dict(tensors), source, aside)
+            save_adapter(model, dict(tensors), source, aside)
         else:
-            _save_full(model, tensors, source, dtype, aside)
+            save_full(model, tensors, source, dtype, aside)
         tokenizer.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
 
 
-def _save_full(model: PreTrainedModel, tensors: FullParameters, source: str, dtype: torch.dtype, folder: Path) -> None:
+def save_full(model: PreTrainedModel, tensors: FullParameters, source: str, dtype: torch.dtype, folder: Path) -> None:
     """Write a full model: its config, and then its tensors as they arrive."""
     model.config.get_text_config().use_cache = True
     dropout.set_rates(model.config, model.own_dropout)
@@ -286,7 +286,7 @@ def stop_at(model: PreTrainedModel | PeftModel, tokens: set[int]) -> None:
         config._original_object_hash = hash(config)
 
 
-def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
+def save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], source: str, folder: Path) -> None:
     """Write an adapter and its config in PEFT's format."""
     if pipeline_stages.is_stage(model):
         import peft

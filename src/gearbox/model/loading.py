@@ -40,7 +40,7 @@ from gearbox.sharding.unwrap import is_composite, model_class, text_class, witho
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-# On CPUs with AVX512-BF16, bitsandbytes asks at import for a kernel from the Hub. `_keep_storage` makes it unnecessary.
+# On CPUs with AVX512-BF16, bitsandbytes asks at import for a kernel from the Hub. `keep_storage` makes it unnecessary.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hide its retries; a UserError reports the result
 transformers.utils.logging.disable_progress_bar()  # every rank would draw one
@@ -121,9 +121,9 @@ def load(
     if "attn_implementation" not in options:
         options["attn_implementation"] = attention_of(config, settings.attention)
     if settings.quantize:
-        options["quantization_config"] = _nf4(compute)  # from_pretrained then loads onto this rank's device
+        options["quantization_config"] = nf4(compute)  # from_pretrained then loads onto this rank's device
     own_dropout = {} if settings.dropout else dropout.switch_off(config)
-    model = _load_weights(config, settings, source, options, stage)
+    model = load_weights(config, settings, source, options, stage)
     _check_saving(model, Pretrained.of(settings, source))
     if trains_all and getattr(model, "is_quantized", False):
         raise UserError(f"model.name: {QUANTIZED.format(source)}")
@@ -136,7 +136,6 @@ def load(
     adapters.add_tokens(model, tokenizer, settings.add_tokens)
     if settings.quantize:
         _check_quantized(model, settings)
-        _keep_storage(model)
     if not trains_all:
         model = adapters.attach_adapter(model, recipe)
         if masters == "bf16":
@@ -155,7 +154,7 @@ def _loader(config: PretrainedConfig) -> Any:  # noqa: ANN401  classes with from
     return text_class(config) if is_composite(config) else AutoModelForCausalLM
 
 
-def _load_weights(
+def load_weights(
     config: PretrainedConfig,
     model: Model,
     source: str,
@@ -178,6 +177,8 @@ def _load_weights(
     # Under ZeRO-3 transformers also keeps renamings that it did not need, and save_pretrained would undo them.
     used = [conversion for conversion in getattr(loaded, "_weight_conversions", None) or () if conversion.was_used()]
     loaded._weight_conversions = used
+    if model.quantize:
+        keep_storage(loaded)
     return cast(PreTrainedModel, loaded)
 
 
@@ -210,7 +211,7 @@ def attention_of(config: PretrainedConfig, chosen: str = "auto", by_document: bo
     return "sdpa" if getattr(model_class(config), "_supports_sdpa", True) else "eager"
 
 
-def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
+def nf4(compute: torch.dtype) -> BitsAndBytesConfig:
     """Return the settings of 4-bit NF4 weights with double quantization that compute in dtype `compute`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -222,7 +223,7 @@ def _nf4(compute: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def _keep_storage(model: PreTrainedModel) -> None:
+def keep_storage(model: PreTrainedModel) -> None:
     """Keep the storage of 4-bit weights on CPUs with AVX512-BF16.
 
     bitsandbytes 0.50 repacks them there at the first evaluation. Sharded weights (FSDP2, ZeRO-3) then compute garbage.
@@ -295,7 +296,7 @@ def load_for_answers(
         model = loader.from_pretrained(origin.name, config=config, **options)
         origin = saved
         if adapter is not None:
-            model = _with_saved_adapter(model, adapter, adapters.peft_config(settings), len(tokenizer))
+            model = with_saved_adapter(model, adapter, adapters.peft_config(settings), len(tokenizer))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # hostile files raise many types of exception
@@ -321,7 +322,7 @@ def _unquantized(config: PretrainedConfig) -> list[str]:
     return [*get_keys_to_not_convert(full), *adapters.special_layers(full)]
 
 
-def _with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig, num_tokens: int) -> PeftModel:
+def with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig, num_tokens: int) -> PeftModel:
     """Return the model with the adapter in `folder`, which has this config, and with its generation settings."""
     import peft
 

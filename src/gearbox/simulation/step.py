@@ -190,7 +190,7 @@ def _build(job: Job, folder: str, plan: _Plan, gpu: FakeGPU) -> Engine:
     ) -> PreTrainedModel:
         return _fake_model(config, model, options, stage, (HOST if on_host else GPU, rows))
 
-    loading._load_weights = load_weights
+    loading.load_weights = load_weights
     with gpu.counting_as("weights"):
         perf = recipe.perf.model_copy(update={"compile": False})
         recipe = recipe.model_copy(update={"perf": perf})

@@ -1,0 +1,220 @@
+"""Export a source to one folder: write it aside, verify it in a fresh process, and rename it only if it is right."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gearbox import filesystem
+from gearbox.checkpoint.disk_space import free_bytes
+from gearbox.config.adapter_settings import WEIGHTS
+from gearbox.console import Screen, format_bytes, status
+from gearbox.errors import UserError
+from gearbox.exporting import card, comparing, fresh, gguf_file, loaded
+from gearbox.exporting.comparing import Difference, MergeFacts
+from gearbox.exporting.loaded import Loaded
+from gearbox.exporting.merging import MergedTensors
+from gearbox.exporting.source import ADAPTER, Source
+from gearbox.model import adapters, export
+from gearbox.sharding.sharded_state import persistent_buffers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RESERVE = 64 * 2**20  # bytes for tokenizer, card and the file system
+SAME_WITH_GGUF = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2, "q8_0": 0.25}
+"""Largest distance of a GGUF file's logits from the folder's, by type (see `comparing.Difference`)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    output: Path
+    merge: bool = False
+    dtype: str | None = None
+    """fp32, bf16 or fp16; None keeps the dtype of the base."""
+    gguf: str | None = None
+    """The type of a GGUF file to write too."""
+    force: bool = False
+    trust_remote_code: bool = False
+    command: str = ""
+
+
+@dataclass
+class Result:
+    """What was exported and verified."""
+
+    kind: str
+    """model, adapter or merged model."""
+    dtype: str
+    merge: MergeFacts | None = None
+    reloaded: Difference | None = None
+    gguf: Difference | None = None
+    answer: str = ""
+
+
+def run(source: Source, options: Options, screen: Screen) -> Result:
+    """Export a source. Raise UserError, and leave nothing, if it cannot be exported or verified."""
+    _check(source, options)
+    with status(screen, f"loading {source.folder}"):
+        found = loaded.load(source, DTYPES.get(options.dtype or ""), options.trust_remote_code)
+    writes_model = options.merge or not source.is_adapter
+    if options.gguf:
+        gguf_file.check(found.config, found.tokenizer)
+    dtype = str(found.dtype).removeprefix("torch.") if writes_model else "float32"
+    result = Result("merged model" if options.merge else "adapter" if source.is_adapter else "model", dtype)
+    tensors = MergedTensors(found.model, found.dtype) if writes_model else None
+    _check_space(options, tensors)
+    texts = comparing.texts_of(source, found.tokenizer, comparing.num_positions(found.model))
+    with _output(options) as aside, tempfile.TemporaryDirectory() as scratch:
+        with status(screen, "computing what it predicts"):
+            expected = _expected(found, texts, options, result, screen)
+        with status(screen, f"writing {options.output}"):
+            if tensors is not None:
+                _write_model(found, tensors, aside)
+            else:
+                _write_adapter(source, found, options, aside)
+            found.tokenizer.save_pretrained(aside)
+            card.write(source, result, found.origin, options.command, aside)
+        found.model = cast("PreTrainedModel", None)  # the fresh processes need its memory
+        del tensors
+        gc.collect()
+        with status(screen, "loading it in a fresh process"):
+            job = fresh.Job(
+                str(aside),
+                texts,
+                result.dtype,
+                f"{scratch}/logits.safetensors",
+                source.is_quantized and not options.merge,
+                options.trust_remote_code,
+                base=source.base,
+            )
+            result.answer = fresh.run(job)
+        result.reloaded = _checked(expected, job, comparing.SAME, "the exported folder")
+        if options.gguf:
+            with status(screen, f"writing {options.gguf} as GGUF"):
+                name = gguf_file.write(aside, options.gguf, options.output.name)
+            with status(screen, "loading the GGUF file in a fresh process"):
+                job = replace(job, gguf=name, results=f"{scratch}/gguf.safetensors")
+                fresh.run(job)
+            result.gguf = _checked(expected, job, SAME_WITH_GGUF[options.gguf], name)
+        card.write_manifest(source, result, options.command, aside)
+    return result
+
+
+def _check(source: Source, options: Options) -> None:
+    """Raise UserError if the options contradict the source, or if the output exists and is not ours to replace."""
+    if options.merge and not source.is_adapter:
+        raise UserError(f"--merge: {source.folder} has no adapter to merge; leave the flag out")
+    if options.gguf and source.is_adapter and not options.merge:
+        raise UserError("--gguf: a GGUF file holds a full model; add --merge")
+    output = options.output
+    try:
+        exists = os.path.lexists(output)
+        if exists and (output.is_symlink() or not output.is_dir()):
+            raise UserError(f"--output: {output} is a link or a file; give a folder that does not exist")
+        if exists and not (output / card.MANIFEST).is_file() and any(output.iterdir()):
+            raise UserError(f"--output: {output} exists and is no earlier export; give another folder")
+        if exists and not options.force:
+            raise UserError(f"--output: {output} exists; add --force to replace it, or give another folder")
+        if source.folder.resolve().is_relative_to(output.resolve()):
+            raise UserError(f"--output: {output} contains what is exported; give another folder")
+        filesystem.make_folder(output.absolute().parent)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written: {error.strerror}; give another folder") from None
+
+
+def _check_space(options: Options, tensors: MergedTensors | None) -> None:
+    """Raise UserError if the disk has no room for the folder."""
+    need = RESERVE + (0 if tensors is None else sum(one.nbytes for one in tensors.expected.values()))
+    if options.gguf and tensors is not None:
+        need += int(sum(one.numel() for one in tensors.expected.values()) * gguf_file.BYTES[options.gguf])
+    if need > (free := free_bytes(options.output.absolute().parent)):
+        raise UserError(
+            f"--output: {options.output} needs {format_bytes(need)}, but its disk has {format_bytes(free)} free; free "
+            "space or give another folder"
+        )
+
+
+@contextmanager
+def _output(options: Options) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes the output at once. An earlier export is replaced only then."""
+    output = options.output
+    old = filesystem.aside_of(output)
+    try:
+        with filesystem.atomic_folder(output) as aside:
+            yield aside
+            if output.exists():
+                filesystem.rename(output, old)
+    except OSError as error:
+        if old.exists() and not output.exists():
+            filesystem.rename(old, output)
+        raise UserError(
+            f"--output: {output} cannot be written: {error.strerror or error}; give another folder"
+        ) from None
+    filesystem.remove(old)
+
+
+def _expected(found: Loaded, texts: list[list[int]], options: Options, result: Result, screen: Screen) -> torch.Tensor:
+    """Return the logits that the exported folder must have. Raise UserError if a merge is refused."""
+    if not options.merge:
+        return comparing.logits(found.model, texts)
+    facts, expected = comparing.merge_facts(cast("PeftModel", found.model), texts, found.dtype)
+    result.merge = facts
+    screen.print(f"the adapter moves the base by {facts.effect}")
+    screen.print(f"merged in fp32, it differs from the adapter by {facts.exact}")
+    screen.print(f"merged in {result.dtype}, it differs from the adapter by {facts.rounded}")
+    if facts.effect.distance <= comparing.FLOOR:
+        screen.print("hint: the adapter changes nothing yet; the merged model equals its base")
+    comparing.check_merge(facts, result.dtype)
+    return expected
+
+
+def _write_model(found: Loaded, tensors: MergedTensors, folder: Path) -> None:
+    """Write a full model tensor by tensor."""
+    writer = loaded.skeleton(found)
+    if tensors.is_untied:
+        for config in (writer.config, writer.config.get_text_config()):
+            config.tie_word_embeddings = False
+    export.save_full(writer, tensors, found.origin.name, found.dtype, folder)
+
+
+def _write_adapter(source: Source, found: Loaded, options: Options, folder: Path) -> None:
+    """Write an adapter in PEFT's format."""
+    cast_to = DTYPES.get(options.dtype or "")
+    base = card.recorded_base(source)
+    if source.manifest is None:
+        tensors = load_file(source.folder / WEIGHTS)
+        settings = filesystem.read_json_object(source.folder / ADAPTER) | {"base_model_name_or_path": base}
+        filesystem.write(folder / ADAPTER, card.as_json(settings))
+        save_file({k: v.to(cast_to or v.dtype) for k, v in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        if (source.folder / "generation_config.json").is_file():
+            shutil.copyfile(source.folder / "generation_config.json", folder / "generation_config.json")
+        return
+    assert source.recipe is not None
+    also = adapters.saved_frozen_names(found.model, source.recipe)
+    named = [*found.model.named_parameters(), *persistent_buffers(found.model)]
+    weights = {name: t.detach() for name, t in named if t.requires_grad or name in also}
+    weights = {name: tensor.to(cast_to or tensor.dtype) for name, tensor in weights.items()}
+    export.save_adapter(cast("PeftModel", found.model), weights, base, folder)
+
+
+def _checked(expected: torch.Tensor, job: fresh.Job, limit: float, name: str) -> Difference:
+    """Return how far reloaded logits are from the expected ones. Raise UserError if that is too far."""
+    found = comparing.difference(expected, load_file(job.results)["logits"])
+    if not found.distance <= limit:
+        raise UserError(f"verification: {name} answers otherwise than its source: {found}; it was not kept")
+    return found
