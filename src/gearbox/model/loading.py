@@ -302,7 +302,7 @@ def load_for_answers(
     except Exception as error:  # hostile files raise many types of exception
         raise origin.explain(error) from None
     if quantize:
-        _keep_storage(model)
+        keep_storage(model)
     return model.to(device).eval(), tokenizer
 
 
@@ -311,7 +311,7 @@ def _quantized(config: PretrainedConfig, origin: Pretrained, device: str) -> dic
     if getattr(config, "quantization_config", None):
         raise origin.refuse(f"the weights of {origin.name!r} are quantized already; load them as they are")
     compute = torch.bfloat16 if device == "cuda" else torch.float32
-    settings = _nf4(compute)
+    settings = nf4(compute)
     settings.llm_int8_skip_modules = _unquantized(config)
     return {"dtype": compute, "quantization_config": settings, "device_map": {"": device}}
 
