@@ -12,6 +12,7 @@ from typing import Any
 from gearbox import filesystem
 
 MAX_LINE_BYTES = 2**20  # a longer line is not one of ours; it counts as several bad lines
+Record = dict[str, Any]
 MAX_STEP = 2**53  # larger numbers are not exact as floats
 
 
@@ -19,7 +20,7 @@ MAX_STEP = 2**53  # larger numbers are not exact as floats
 class Records:
     """The content of a metrics.jsonl."""
 
-    good: list[dict[str, Any]] = field(default_factory=list)
+    good: list[Record] = field(default_factory=list)
     """The records in order. Each has a step."""
     bad: list[bytes] = field(default_factory=list)
     """The lines that are not records, with their line ends."""
@@ -36,12 +37,12 @@ def read(path: Path) -> Records:
     return found
 
 
-def records(path: Path) -> Iterator[dict[str, Any] | None]:
+def records(path: Path) -> Iterator[Record | None]:
     """Yield the records of a metrics.jsonl one by one, and None for each damaged line."""
     return (record for _, record in _parsed(path))
 
 
-def _parsed(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def _parsed(path: Path) -> Iterator[tuple[bytes, Record | None]]:
     """Yield each line with its record, or None. A last line that a kill has cut off is left out."""
     for line in _lines(path) if path.is_file() else ():
         record = parse(line)
@@ -55,7 +56,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> Record | None:
     """Return the record of a line, or None if the line is damaged: an object with a step and numbers of usual size."""
     try:
         record = json.loads(line.decode())

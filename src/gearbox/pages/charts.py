@@ -85,9 +85,7 @@ def draw(chart: Chart) -> str:
     if not lines:
         return ""
     numbered = [_with_look(line, number) for number, line in enumerate(chart.lines) if line in lines]
-    first, last = min(min(line.xs) for line in lines), max(max(line.xs) for line in lines)
-    first = 0.0 if first <= 1 else first
-    across = Scale(first, last if last > first else first + 1)
+    across = _across(lines)
     values = _stacked_heights(numbered) if chart.lines[0].style == "area" else [y for line in lines for y in line.ys]
     up = Scale.of([*values, *([chart.limit] if chart.limit is not None else [])], chart.from_zero, chart.log)
     ticks = up.ticks(unit=chart.unit)
@@ -110,6 +108,13 @@ def draw(chart: Chart) -> str:
     caption = f'<figcaption><h3>{escape(chart.title)}</h3><span class="unit">{escape(notes)}</span></figcaption>'
     wide = " wide" if chart.is_wide else ""
     return f'<figure class="card{wide}">{caption}{_legend(chart, numbered)}{plot}</figure>'
+
+
+def _across(lines: Sequence[Line]) -> Scale:
+    """Return the horizontal scale of lines: from 0 if they start there."""
+    first, last = min(min(line.xs) for line in lines), max(max(line.xs) for line in lines)
+    first = 0.0 if first <= 1 else first
+    return Scale(first, last if last > first else first + 1)
 
 
 def _with_look(line: Line, number: int) -> Line:
