@@ -4,8 +4,10 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import parse_args
 
@@ -16,29 +18,46 @@ from gearbox.launch import topology
 from gearbox.launch.cli import split_arguments
 from support.repository import GUIDES
 
+SKILLS = sorted((ROOT / ".agents" / "skills").glob("*/SKILL.md"))
 DOCUMENTS = [
     *GUIDES,
+    *SKILLS,
     *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-PAGES = sorted((ROOT / "docs").glob("*.md"))  # decisions are records, not pages
+TRAINERS = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *TRAINERS]  # decisions are records, not pages
 README = GUIDES[0].read_text()
+
+
+def of_this_repository(document: Path) -> str:
+    """Return a document without the files of other trainers, and with shipped files for a skill's placeholders."""
+    text = document.read_text()
+    if document in TRAINERS:
+        return re.sub(r"python src/launch\.py single \S+\.ya?ml|`[\w./]+/sft/\w+\.yaml`", "", text)
+    if document in SKILLS:
+        for word, shipped in {"NAME": "fsdp", "NEAR": "zero3", "MINE": "tiny", "GEAR": "ddp"}.items():
+            text = re.sub(rf"\b{word}\b", "zero3" if word == "NAME" and "ds_configs" in text else shipped, text)
+        text = text.replace("ORG--MODEL", "Qwen--Qwen3-4B")
+    return text
+
+
 LINES = sorted(
     {
         line.replace("\\\n", " ").removeprefix("$ ")
         for guide in GUIDES
-        for block in re.findall(r"```(?:text|bash)\n(.*?)```", guide.read_text(), re.S)
+        for block in re.findall(r"```(?:text|bash)\n(.*?)```", of_this_repository(guide), re.S)
         for line in re.sub(r"\\\n\s*", " ", block).splitlines()
         if re.match(r"(\$ )?(accelerate launch|torchrun|python src/launch\.py) ", line)
     }
 )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_keys_and_targets_exist(document):
     made_by_use = {"recipes/mine.yaml", "cluster/kubernetes/jobs/mine", "benchmarks/mfu.json"}
-    tops = "recipes|accelerate_configs|ds_configs|src|tests|docs|benchmarks|cluster"  # runs/ comes with use
-    words = re.findall(rf"(?:{tops})/[\w./-]*|\b[A-Z]\w+\.md\b", document.read_text())
+    tops = r"\.agents|recipes|accelerate_configs|ds_configs|src|tests|docs|benchmarks|cluster"  # runs/ comes with use
+    words = re.findall(rf"(?:{tops})/[\w./-]*|\b[A-Z]\w+\.md\b", of_this_repository(document))
     missing = [word for word in words if not (ROOT / word.rstrip(".")).exists() and word.rstrip(".") not in made_by_use]
     assert missing == []
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -121,7 +140,7 @@ def test_a_page_begins_with_its_command_and_ends_with_what_to_read_next(page):
 def test_the_index_names_every_page():
     index = (ROOT / "docs/README.md").read_text()
     linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", index))
-    assert {page.name for page in PAGES} - {"README.md"} <= linked
+    assert {str(page.relative_to(ROOT / "docs")) for page in PAGES} - {"README.md"} <= linked
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -129,6 +148,42 @@ def test_links_and_pictures_exist(document):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("skill", SKILLS, ids=lambda path: path.parent.name)
+def test_a_skill_has_the_head_that_agents_read(skill):
+    """Follow the Agent Skills format: a name that is the folder's, and a description of when to use it."""
+    head, body = re.fullmatch(r"---\n(.*?)---\n(.*)", skill.read_text(), re.S).groups()
+    fields = yaml.safe_load(head)
+    assert fields.keys() == {"name", "description"} and fields["name"] == skill.parent.name
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", fields["name"]) and len(fields["name"]) <= 64
+    assert len(fields["description"]) <= 1024 and "Use it" in fields["description"]
+    assert len(body.splitlines()) <= 60
+    assert f"`.agents/skills/{skill.parent.name}/SKILL.md`" in (ROOT / "AGENTS.md").read_text()
+
+
+@pytest.mark.parametrize("skill", SKILLS, ids=lambda path: path.parent.name)
+def test_the_names_and_commands_of_a_skill_exist(skill):
+    """Check functions, tables and flags: what is written next to a Python file is defined in it."""
+    text = of_this_repository(skill)
+    named = re.findall(r"`(\w+)`(?: and `(\w+)`)? (?:in|of) `((?:src|tests)/[\w/]+\.py)`", text)
+    named += [(name, "", file) for file, name in re.findall(r"^\| `(tests/\S+\.py)` \| in `(\w+)`", text, re.M)]
+    for *names, file in named:
+        for name in filter(None, names):
+            assert re.search(rf"^\s*(def )?{name}\b", (ROOT / file).read_text(), re.M), f"{file} has no {name}"
+    scripts = re.findall(r"\.venv/bin/python (src/\w+\.py)(.*)", text)
+    for script, arguments in scripts:
+        source = (ROOT / script).read_text() + (ROOT / "src/gearbox/launch/cli.py").read_text()
+        assert {flag for flag in re.findall(r" (--\w+)", arguments) if flag not in source} == set()
+        for override in re.findall(r"\b([a-z]+\.[a-z_]+=\S+)", arguments):
+            load_recipe(ROOT / "recipes/tiny.yaml", [override])
+    for tests in re.findall(r"\.venv/bin/pytest (.*)", text):
+        assert all((ROOT / word).exists() for word in re.findall(r"tests/\S+", tests.replace("`", " ")))
+    assert len(named) + len(scripts) >= 4
+
+
+def test_there_are_three_skills():
+    assert len(SKILLS) == 3
 
 
 def test_the_lines_by_hand_are_there():

@@ -34,7 +34,7 @@ KEYS = {
         assistant_only_loss completion_only_loss train_on_inputs train_on_input train_on_prompt mask_history
         answer_only_loss roles_to_train""",
     "data.long": "truncation truncation_method excess_length_strategy",
-    "data.packing": "sample_packing packed_sequence neat_packing pack_sequences eval_sample_packing",
+    "data.packing": "sample_packing packed packed_sequence neat_packing pack_sequences eval_sample_packing",
     "batch.rows": """
         batch_size global_batch_size train_batch_size total_batch_size effective_batch_size""",
     "batch.row_tokens": """
