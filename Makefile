@@ -83,8 +83,8 @@ gpu: $(STAMP)  ## run every gear and method on this machine's GPUs, and write do
 commands: $(STAMP)  ## run every command of README and docs as a user would
 	$(BIN)/pytest -m commands
 
-# Trackers and clouds have their own packages, some of which need other versions than ours. skypilot needs click < 8.2,
-# and wandb needs a newer one, so each has an environment.
+# Trackers and clouds have their own packages, some of which need other versions than ours. Each has an environment:
+# skypilot needs a click before 8.2, and wandb a newer one.
 EXTRAS := .venv-extras
 CLOUDS := .venv-clouds
 $(EXTRAS)/.installed $(CLOUDS)/.installed: .venv-%/.installed: requirements/%.txt $(STAMP)

@@ -170,12 +170,3 @@ def test_a_node_that_is_told_to_stop_ends_the_job_with_a_code_that_recovers(tmp_
         cluster.launch(stack, overrides, "second")
         assert cluster.codes() == [0, 0], cluster.log()
         cluster.check_done(expected)
-
-
-def test_listings_that_are_kept_for_minutes_are_refused_on_two_nodes(tmp_path, hosts, bucket, given):
-    """The command of mode MOUNT for ARM64 keeps a folder's listing for five minutes."""
-    overrides, _ = given
-    with ExitStack() as stack:
-        cluster = Cluster(tmp_path, hosts, "MOUNT", bucket).launch(stack, overrides, "first")
-        assert cluster.codes() == [outcome.EXIT_USER_ERROR] * 2, cluster.log()
-    assert "cannot see" in cluster.log()

@@ -40,5 +40,5 @@ def test_every_file_with_tests_is_collected():
 
 def test_what_a_make_target_asks_for_is_a_mark(pytestconfig):
     asked = re.findall(r"pytest -m (\w+)", (ROOT / "Makefile").read_text())
-    assert sorted(asked) == ["cells", "cluster", "commands", "extras", "image", "slurm", "unit"]
+    assert sorted(asked) == ["cells", "clouds", "cluster", "commands", "extras", "image", "slurm", "unit"]
     assert {*asked} <= {line.split(":")[0] for line in pytestconfig.getini("markers")}

@@ -258,7 +258,7 @@ def _choose_folder(recipe: Recipe, name: str, requested: str | None) -> tuple[Pa
     folder = _create_folder(parent, name)
     lock = _lock(folder)
     if filesystem.is_fuse(folder):  # the lock is open, and an open file may not be in the bucket yet
-        (folder / VISIBLE_FILE).write_text("this folder belongs to a run that starts\n", encoding="utf-8")
+        filesystem.atomic_write(folder / VISIBLE_FILE, "this folder belongs to a run that starts\n")
     return folder, True, lock
 
 
