@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -40,7 +40,7 @@ class Sampling:
     """0 takes the most likely token."""
     top_p: float = 1.0
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, float]:
         """Return the arguments of generate()."""
         if not self.temperature:
             return {"do_sample": False, "num_beams": 1}
