@@ -8,7 +8,7 @@ Usage: python src/chat.py MODEL [--system TEXT] [--temperature T] [--top_p P] [-
     --temperature T      sample with this temperature (default: 0, take the most likely token)
     --top_p P            sample among the most likely tokens that have this probability together (default: 1)
     --max_new_tokens N   most tokens of an answer (default: 512)
-    --seed S             repeat what was sampled with this seed (default: sample anew)
+    --seed S             repeat what was sampled with this seed (default: a different sample each time)
     --quantize nf4       load the weights in 4 bits, for an adapter whose base does not fit otherwise
     --trust_remote_code  run the code shipped with the model
 
@@ -20,7 +20,7 @@ Commands in the chat:
     /help, /quit   show these commands; leave
 
 Ctrl-C ends an answer. Ctrl-D, or Ctrl-C twice, leaves. If the input is not a terminal, each line of it is a question
-or a command, and each answer is one line: a line break in an answer is written as \\n.
+or a command, and each answer is one line. A line break in an answer is written as \\n.
 
 Exit codes: 0 left by the user, or at the end of the input; 2 a user error.
 
@@ -216,7 +216,7 @@ class Conversation:
 
     @property
     def prompt(self) -> str:
-        """What stands before a question."""
+        """The text before a question, which names the model if it is the base."""
         return "> " if self.chat.speaker is self.speakers.tuned else "base> "
 
     def introduce(self) -> None:
@@ -231,7 +231,7 @@ class Conversation:
             self.note(NO_TEMPLATE)
 
     def take(self, command: str, text: str) -> None:
-        """Do what a line says."""
+        """Carry out a command, or answer a question."""
         if command in ("/base", "/tuned"):
             with status(self.screen, f"looking for the {command[1:]} model"):
                 switch(self.speakers, self.chat, to_base=command == "/base")

@@ -150,7 +150,7 @@ def test_a_table_of_positions_is_never_exceeded(tmp_path):
     assert answer.num_tokens <= 35 and (answer.end == "full" or answer.num_tokens < 35)
     with pytest.raises(UserError, match="the question has 53 tokens, but the model has 40 positions"):
         chat.ask("x" * 50)
-    assert chat.ask("abc").text, "the chat goes on"
+    assert chat.ask("abc").text, "one refused question ends the chat"
 
 
 @pytest.mark.parametrize("template", [REFUSES_SYSTEM, DROPS_SYSTEM])
@@ -163,12 +163,15 @@ def test_a_template_without_a_system_role(tmp_path, template):
     assert chat.notes == [NO_SYSTEM]
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].x.y }}", "{{ 'a' * 10**15 }}"])
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('no') }}", "{{ messages[0].x.y }}", "{{ 'a' * 10**15 }}", "<|user|>{{ messages | length }}"],
+)
 def test_a_template_that_rejects_every_chat(tmp_path, template):
     chat = chat_with(save_speaker(tmp_path / "m", "xyz", template=template))
     for system in (None, "Be short."):
         chat.system = system
-        with pytest.raises(UserError, match=r"^MODEL: .* cannot answer: (TemplateError|UndefinedError|MemoryError)"):
+        with pytest.raises(UserError, match=r"^MODEL: .* cannot answer: (Template|Undefined|Memory|Value)Error"):
             chat.ask("one")
     chat.system, chat.speaker.tokenizer.chat_template = None, REFUSES_SYSTEM
     assert chat.ask("two").text == "xyz"

@@ -259,7 +259,7 @@ def test_a_damaged_tokenizer(saved, tmp_path, content):
     folder = shutil.copytree(saved / "tied", tmp_path / "x")
     (folder / "tokenizer.json").write_text(content)
     assert refused(lambda: train_on(folder, folder)).startswith("model.name: ")
-    assert refused(lambda: ask.main([str(folder), "hello"])).startswith("FOLDER: ")
+    assert refused(lambda: ask.main([str(folder), "hello"])).startswith("MODEL: ")
 
 
 def test_what_ask_refuses(saved, tmp_path):

@@ -346,7 +346,7 @@ def _forms(text: str) -> set[str]:
     return {text, text.strip(), *quoted, str(escape(text))}
 
 
-def _shows(text: str, content: str) -> bool:
+def shows(text: str, content: str) -> bool:
     """Return True if the text contains the content: stripped, escaped or with different spaces."""
     if content.strip() in text:
         return True
@@ -358,7 +358,7 @@ def check_tools(rendering: Rendering) -> None:
     for tool in rendering.chat.tools or ():
         function = tool["function"]
         assert isinstance(function, dict)
-        if not all(_shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
+        if not all(shows(rendering.dyed, str(function.get(part) or "")) for part in ("name", "description")):
             hint = "set data.chat_template to one that renders them, or set data.fields={tools: null}"
             raise InvalidRecord(f"tools: {LEFT_OUT} the tools; {hint}")
 
@@ -373,7 +373,7 @@ def check_nothing_missing(rendering: Rendering) -> None:
         turn = chat.turns[i]
         if plain and num_printed[i, field] >= len(plain):
             continue
-        if not plain and (field != "content" or _shows(rendering.text, turn[field])):
+        if not plain and (field != "content" or shows(rendering.text, turn[field])):
             continue
         # The template may remove the reasoning of an earlier answer, which later turns do not need.
         if i < last_answer and turn["role"] == "assistant" and field != "tool_calls":

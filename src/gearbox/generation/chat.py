@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from gearbox.console import printable
+from gearbox.data.chat_rendering import shows
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.generation.saved_model import base_of
 from gearbox.generation.streaming import Piece, Pieces, TextStream
@@ -32,14 +33,14 @@ NO_TEMPLATE = "the model has no chat template: it continues each text, and does 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and how many there may be."""
+    """Settings of generation."""
 
     max_new_tokens: int
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_p: float = 1.0
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, float]:
         """Return the arguments of generate()."""
         if not self.temperature:
             return {"do_sample": False, "num_beams": 1}
@@ -78,7 +79,7 @@ class Speaker:
     def render(self, system: str | None, turns: list[Turn]) -> tuple[str, bool]:
         """Return the prompt, and whether the template takes no system role.
 
-        The system prompt then stands before the first question. Without a template, return the last question.
+        The system prompt is then put before the first question. Without a template, return the last question.
         """
         if not self.tokenizer.chat_template:
             return turns[-1]["content"], False
@@ -87,7 +88,7 @@ class Speaker:
         problem = None
         try:
             text = self._render([{"role": "system", "content": system}, *turns])
-            if "".join(system.split()) in "".join(text.split()):
+            if shows(text, system):
                 return text, False
         except Exception as error:  # a template is code that can raise anything
             problem = error
@@ -98,7 +99,10 @@ class Speaker:
             raise problem or error from None
 
     def _render(self, turns: list[Turn]) -> str:
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        if not shows(text, turns[-1]["content"]):
+            raise ValueError("the chat template leaves out the question")
+        return text
 
     def encode(self, prompt: str) -> torch.Tensor:
         """Return the tokens of a prompt, [1, n]. A text without a template gets the tokens with which texts begin."""

@@ -77,7 +77,7 @@ class Pieces:
         self._text = ""
         """Text that may be part of a mark."""
         self._waiting: list[Piece] = []
-        """Spaces, and an opening mark, which are handed on before the next letter."""
+        """Spaces, and an opening mark, which are passed on before the next letter."""
         self._is_first = True
 
     def add(self, text: str) -> None:

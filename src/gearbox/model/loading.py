@@ -306,7 +306,7 @@ def load_for_answers(
     return model.to(device).eval(), tokenizer
 
 
-def _quantized(config: PretrainedConfig, origin: Pretrained, device: str) -> dict[str, Any]:
+def _quantized(config: PretrainedConfig, origin: Pretrained, device: str) -> dict[str, object]:
     """Return the options that load a model's weights in NF4, like those of a run with model.quantize: nf4."""
     if getattr(config, "quantization_config", None):
         raise origin.refuse(f"the weights of {origin.name!r} are quantized already; load them as they are")
