@@ -219,8 +219,8 @@ class Work:
 def status(screen: Console, text: str, unit: str = "") -> Iterator[Work]:
     """Show what takes time: a line in a log, or on a terminal a last line with the time that it has taken.
 
-    The yielded `Work` shows a bar as well, once it is told how much is done. A thread draws it, so that drawing costs
-    the work nothing.
+    The yielded `Work` shows a bar as well, once it knows how much is done. A thread draws it, so that drawing costs the
+    work nothing.
     """
     if not isinstance(screen, Screen) or not screen.is_live:
         screen.print(text)

@@ -339,8 +339,7 @@ class Run(Group):
     max_bad_steps: Int = Field(3, ge=1)
     """Number of consecutive steps with a non-finite loss or gradient, each skipped, before the run ends."""
     log_every: PositiveInt = 10
-    """Steps between two lines on a screen that is not a terminal; the first and the last step always have one.
-    metrics.jsonl has a line for every step."""
+    """Steps between two lines on a screen that is not a terminal, where the first and the last step always have one."""
     profile: Profile | None = None
     """Steps to record operation by operation, such as `{steps: [10, 13]}`, in the run's folder `profile`; they are
     slower than others. `null` records none."""

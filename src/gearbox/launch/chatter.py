@@ -28,7 +28,7 @@ MAX_EARLY_BYTES = 2**20  # of what libraries print before the run has a folder
 
 @dataclass
 class _Diverted:
-    """Where libraries print since `divert`."""
+    """The files that libraries print to since `divert`."""
 
     early: IO[bytes]
     """A file without a name, for what they print before the run has a folder."""

@@ -31,7 +31,7 @@ class Operation:
     name: str
     calls: int
     seconds: float
-    """Time of its own on the device, without the operations that it calls."""
+    """Time on the device, without the operations that it calls."""
     share: float
     """Share of all operations' time."""
 
@@ -168,7 +168,7 @@ class Profiler:
             self.screen.print(line)
 
     def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Let a library write a file, which appears whole or not at all. It must keep the ending of its name."""
+        """Let a library write a file, which appears only once it is complete. It must keep the ending of its name."""
         part = path.with_name(f"tmp-{path.name}")
         try:
             write(part)
@@ -194,7 +194,7 @@ def summarize(events: Iterable[Any], steps: tuple[int, int], rank: int, device: 
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if "nccl" in event.name.lower() if on_gpu else event.name.startswith("gloo:"):
             communicating.append(span)
-            own = span[1] - span[0]  # gloo's ranges are asynchronous; the profiler counts no time of their own
+            own = span[1] - span[0]  # gloo's ranges are asynchronous; the profiler adds up no time for them
         elif on_gpu or event.name.startswith("aten::"):
             computing.append(span)
         calls, total = found.get(event.name, (0, 0.0))
