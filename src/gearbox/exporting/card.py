@@ -144,10 +144,11 @@ def _licence(origin: Pretrained) -> dict[str, str]:
 
 def _title(source: Source, result: Result) -> str:
     name = source.run.name if source.run is not None else source.folder.name
-    base = source.base or "a model"
+    if source.base is None:
+        return f"# {_plain(name)}"
     method = METHODS[source.recipe.method] if source.recipe is not None else "fine-tuning"
     what = {"model": "This model", "adapter": "This adapter", "merged model": "This model, with its adapter merged,"}
-    return f"# {_plain(name)}\n\n{what[result.kind]} was trained from `{_plain(base)}` by {method}."
+    return f"# {_plain(name)}\n\n{what[result.kind]} was trained from `{_plain(source.base)}` by {method}."
 
 
 def _numbers(source: Source, result: Result) -> str:

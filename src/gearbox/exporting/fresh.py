@@ -22,7 +22,7 @@ from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.launch.environment import without_launcher
 
-NEW_TOKENS = 24
+NEW_TOKENS = 8
 QUESTION = "What is 12 + 30? Answer with the number only."
 INDEX = "model.safetensors.index.json"
 
