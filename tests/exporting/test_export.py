@@ -233,4 +233,4 @@ def test_a_hostile_name_stays_text_in_the_card(base, tmp_path):
     run = tmp_path / "a`b|<script>"
     shutil.copytree(base, run)
     card = (export(run, tmp_path / "x") / "README.md").read_text()
-    assert "<script>" not in card.split("````text")[0] and "# (script)" in card
+    assert "<script>" not in card.split("````text")[0] and "&lt;script>" in card

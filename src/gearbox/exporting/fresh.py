@@ -69,7 +69,7 @@ def main(job: Job) -> dict[str, str]:
     import transformers
     from safetensors.torch import save_file
 
-    from gearbox.exporting import comparing
+    from gearbox.exporting import comparing, merging
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def main(job: Job) -> dict[str, str]:
     tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"][-comparing.MAX_TOKENS :]])
     mask = torch.ones_like(tokens)
     pad = tokenizer.eos_token_id
-    with comparing.in_fp32(model), torch.no_grad():
+    with merging.in_fp32(model), torch.no_grad():
         made = model.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad
         )
@@ -147,7 +147,7 @@ def _problems_of_files(folder: Path) -> Iterator[str]:
     """Yield what is wrong with the folder: the index against the files, and the files that a recipient needs."""
     from safetensors import safe_open
 
-    held = {}
+    held: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             held |= dict.fromkeys(file.keys(), path.name)

@@ -155,7 +155,7 @@ def _reader(path: Path, key: str, config: PretrainedConfig, family: _Family) -> 
 
 def _neighbours(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return the rows of q or k with the two halves of each head interleaved: pair i is at 2i and 2i + 1."""
-    halves = rows.unflatten(0, (num_heads, 2, -1))
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
