@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_or_base_is_refused(train, tmp_path, fault):
 def test_an_output_is_never_overwritten_by_mistake(base, tmp_path, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("mine")
-    refused("exists and is no earlier export", base, tmp_path / "full", "--force")
+    refused("exists and is not an earlier export", base, tmp_path / "full", "--force")
     (tmp_path / "link").symlink_to(tmp_path / "full")
     refused("is a link or a file", base, tmp_path / "link")
     refused("is a link or a file", base, tmp_path / "full/mine.txt")

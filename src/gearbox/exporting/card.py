@@ -131,7 +131,7 @@ def _front_matter(source: Source, result: Result, origin: Pretrained) -> dict[st
 
 
 def _licence(origin: Pretrained) -> dict[str, str]:
-    """Return the license of the base, if the card in its folder tells it."""
+    """Return the license of the base, if the card in its folder names one."""
     path = Path(origin.name) / "README.md"
     try:
         text = filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode()

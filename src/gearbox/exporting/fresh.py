@@ -1,4 +1,4 @@
-"""Load an exported folder as its recipient would, in a process of its own, and report what is there.
+"""Load an exported folder as its recipient would, in a fresh process, and report what is there.
 
     python -m gearbox.exporting.fresh JOB
 

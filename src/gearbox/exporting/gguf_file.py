@@ -29,7 +29,7 @@ BLOCK = 32  # weights that share a scale in q8_0
 
 @dataclass(frozen=True)
 class _Family:
-    """What differs between families in a GGUF file."""
+    """Describe how a family is stored in a GGUF file."""
 
     architecture: str
     is_permuted: bool = False

@@ -88,7 +88,7 @@ def skeleton(loaded: Loaded) -> PreTrainedModel:
 
 
 def _model_of(source: Source, trust_remote_code: bool) -> Model:
-    """Return the model group of the recipe. Code of a model runs only if this command is told so too."""
+    """Return the model group of the recipe. Code of a model runs only if this command allows it too."""
     if source.recipe is None:
         return Model(name=source.base or str(source.folder), trust_remote_code=trust_remote_code)
     asked = source.recipe.model.trust_remote_code

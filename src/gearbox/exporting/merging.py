@@ -1,7 +1,7 @@
 """Add an adapter to the weights of its base, one layer at a time, and compute a model in fp32, one layer at a time.
 
-A merged weight is computed in fp32 and rounded once. 4-bit weights are dequantized first: the adapter was trained on
-their dequantized values, so these, and not the weights before the quantization, are what it fits.
+A merged weight is computed in fp32 and rounded once. 4-bit weights are dequantized first, because the adapter was
+trained on their dequantized values.
 """
 
 from __future__ import annotations
