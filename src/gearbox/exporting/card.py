@@ -131,7 +131,7 @@ def _front_matter(source: Source, result: Result, origin: Pretrained) -> dict[st
 
 
 def _licence(origin: Pretrained) -> dict[str, str]:
-    """Return the license of the base, if the card in its folder tells it."""
+    """Return the license of the base, if the card in its folder names one."""
     path = Path(origin.name) / "README.md"
     try:
         text = filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode()
@@ -144,10 +144,11 @@ def _licence(origin: Pretrained) -> dict[str, str]:
 
 def _title(source: Source, result: Result) -> str:
     name = source.run.name if source.run is not None else source.folder.name
-    base = source.base or "a model"
+    if source.base is None:
+        return f"# {_plain(name)}"
     method = METHODS[source.recipe.method] if source.recipe is not None else "fine-tuning"
     what = {"model": "This model", "adapter": "This adapter", "merged model": "This model, with its adapter merged,"}
-    return f"# {_plain(name)}\n\n{what[result.kind]} was trained from `{_plain(base)}` by {method}."
+    return f"# {_plain(name)}\n\n{what[result.kind]} was trained from `{_plain(source.base)}` by {method}."
 
 
 def _numbers(source: Source, result: Result) -> str:

@@ -29,8 +29,8 @@ FLOOR = 1e-6
 TEXTS = (
     "The gearbox of a lathe has three shafts. The operator moves a lever, and a pair of gears of another ratio meets; "
     "the spindle then turns at 45, 125 or 510 revolutions per minute.",
-    "def mean(numbers):\n    total = 0.0\n    for one in numbers:\n        total += one\n    return total / len(numbers)\n",
-    "Ein Zug fährt um 8:15 Uhr ab und legt 90 km in 75 Minuten zurück. Wie hoch ist seine Geschwindigkeit?",
+    "def mean(numbers):\n    total = 0.0\n    for one in numbers:\n        total += one\n    return total / 8\n",
+    "Un tren sale a las 8:15 y recorre 90 km en 75 minutos.\n\n| hora | km |\n|---|---|\n| 9:00 | 54 |\n",
 )
 QUESTIONS = ("What is 12 + 30? Answer with the number only.", "Name three animals that live in the sea.")
 

@@ -40,7 +40,7 @@ SAME_WITH_GGUF = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2, "q8_0": 0.25}
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for."""
+    """Hold the options of the command."""
 
     output: Path
     merge: bool = False
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass
 class Result:
-    """What was exported and verified."""
+    """Describe what was exported and verified."""
 
     kind: str
     """model, adapter or merged model."""
@@ -127,7 +127,7 @@ def _check(source: Source, options: Options) -> None:
         if exists and (output.is_symlink() or not output.is_dir()):
             raise UserError(f"--output: {output} is a link or a file; give a folder that does not exist")
         if exists and not (output / card.MANIFEST).is_file() and any(output.iterdir()):
-            raise UserError(f"--output: {output} exists and is no earlier export; give another folder")
+            raise UserError(f"--output: {output} exists and is not an earlier export; give another folder")
         if exists and not options.force:
             raise UserError(f"--output: {output} exists; add --force to replace it, or give another folder")
         if source.folder.resolve().is_relative_to(output.resolve()):

@@ -1,4 +1,4 @@
-"""Load an exported folder as its recipient would, in a process of its own, and report what is there.
+"""Load an exported folder as its recipient would, in a fresh process, and report what is there.
 
     python -m gearbox.exporting.fresh JOB
 
@@ -22,7 +22,7 @@ from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.launch.environment import without_launcher
 
-NEW_TOKENS = 24
+NEW_TOKENS = 8
 QUESTION = "What is 12 + 30? Answer with the number only."
 INDEX = "model.safetensors.index.json"
 
@@ -69,7 +69,7 @@ def main(job: Job) -> dict[str, str]:
     import transformers
     from safetensors.torch import save_file
 
-    from gearbox.exporting import comparing
+    from gearbox.exporting import comparing, merging
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def main(job: Job) -> dict[str, str]:
     tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"][-comparing.MAX_TOKENS :]])
     mask = torch.ones_like(tokens)
     pad = tokenizer.eos_token_id
-    with comparing.in_fp32(model), torch.no_grad():
+    with merging.in_fp32(model), torch.no_grad():
         made = model.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=pad
         )
@@ -147,7 +147,7 @@ def _problems_of_files(folder: Path) -> Iterator[str]:
     """Yield what is wrong with the folder: the index against the files, and the files that a recipient needs."""
     from safetensors import safe_open
 
-    held = {}
+    held: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             held |= dict.fromkeys(file.keys(), path.name)

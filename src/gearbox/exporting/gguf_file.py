@@ -29,7 +29,7 @@ BLOCK = 32  # weights that share a scale in q8_0
 
 @dataclass(frozen=True)
 class _Family:
-    """What differs between families in a GGUF file."""
+    """Describe how a family is stored in a GGUF file."""
 
     architecture: str
     is_permuted: bool = False
@@ -155,7 +155,7 @@ def _reader(path: Path, key: str, config: PretrainedConfig, family: _Family) -> 
 
 def _neighbours(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return the rows of q or k with the two halves of each head interleaved: pair i is at 2i and 2i + 1."""
-    halves = rows.unflatten(0, (num_heads, 2, -1))
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 

@@ -16,7 +16,7 @@ TOKEN = "HF_TOKEN"
 
 
 def check(repository: str) -> str:
-    """Return the token. Raise UserError if the id is none, or if no token is set."""
+    """Return the token. Raise UserError if the id is invalid, or if no token is set."""
     if not ID.fullmatch(repository):
         raise UserError(f"--push: {repository[:100]!r} is not an id such as organization/name")
     token = os.environ.get(TOKEN, "")

@@ -79,7 +79,7 @@ def skeleton(loaded: Loaded) -> PreTrainedModel:
     """Return the loaded model without weights and without an adapter: it knows how its files are written."""
     name = Model(name=loaded.origin.name, trust_remote_code=loaded.origin.trust_remote_code)
     empty = loading.load_weights(loaded.config, name, loaded.origin.name, dict(META), None)
-    rows = without_adapter(loaded.model).get_input_embeddings().num_embeddings
+    rows = len(without_adapter(loaded.model).get_input_embeddings().weight)  # an adapted layer has no num_embeddings
     if rows != empty.get_input_embeddings().num_embeddings:
         empty.resize_token_embeddings(rows, mean_resizing=False)
     empty.own_dropout = {}
@@ -88,7 +88,7 @@ def skeleton(loaded: Loaded) -> PreTrainedModel:
 
 
 def _model_of(source: Source, trust_remote_code: bool) -> Model:
-    """Return the model group of the recipe. Code of a model runs only if this command is told so too."""
+    """Return the model group of the recipe. Code of a model runs only if this command allows it too."""
     if source.recipe is None:
         return Model(name=source.base or str(source.folder), trust_remote_code=trust_remote_code)
     asked = source.recipe.model.trust_remote_code

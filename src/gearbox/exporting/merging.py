@@ -1,7 +1,7 @@
 """Add an adapter to the weights of its base, one layer at a time, and compute a model in fp32, one layer at a time.
 
-A merged weight is computed in fp32 and rounded once. 4-bit weights are dequantized first: the adapter was trained on
-their dequantized values, so these, and not the weights before the quantization, are what it fits.
+A merged weight is computed in fp32 and rounded once. 4-bit weights are dequantized first, because the adapter was
+trained on their dequantized values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ LAYER = ".base_layer"
 class MergedTensors:
     """The tensors of a model with its adapter added, by their names without adapter.
 
-    They have the interface of `FullParameters`, as the one that writes them expects.
+    Each one is computed when it is written (see `gearbox.model.export.Tensors`).
     """
 
     model: PreTrainedModel | PeftModel
     dtype: torch.dtype
     is_untied: bool = False
     """True if the embedding and the head shared a weight, but have other adapters."""
-    arrive_here: bool = True
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     """A tensor without data for each one."""
 
@@ -102,7 +101,7 @@ def _shape(parameter: torch.Tensor) -> torch.Size:
 @torch.no_grad()
 def merged(layer: nn.Module, name: str, adapters: list[LoraLayer]) -> torch.Tensor:
     """Return the parameter `name` of a layer with its adapters added, in fp32, or as it is without any."""
-    parameter = getattr(layer, name)
+    parameter: torch.Tensor = getattr(layer, name)
     if getattr(parameter, "quant_state", None) is not None:
         from peft.utils.integrations import dequantize_module_weight
 
@@ -120,14 +119,15 @@ def merged(layer: nn.Module, name: str, adapters: list[LoraLayer]) -> torch.Tens
 
 def _with_delta(weight: torch.Tensor, adapter: LoraLayer, is_transposed: bool) -> torch.Tensor:
     """Return the weight with LoRA's product added. DoRA then gives each output the length that it learnt."""
-    total = weight + adapter.get_delta_weight(ADAPTER).float()
+    total: torch.Tensor = weight + adapter.get_delta_weight(ADAPTER).float()
     if ADAPTER not in adapter.lora_variant:
         return total
     magnitude = adapter.lora_magnitude_vector[ADAPTER].weight.float()
     is_transposed = is_transposed or isinstance(adapter.get_base_layer(), nn.Embedding)
     lengths = torch.linalg.norm(total, dim=0 if is_transposed else 1)
     factor = magnitude / lengths
-    return total * (factor.view(1, -1) if is_transposed else factor.view(-1, 1))
+    scaled: torch.Tensor = total * (factor.view(1, -1) if is_transposed else factor.view(-1, 1))
+    return scaled
 
 
 @contextmanager
@@ -152,7 +152,9 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
                 else:
                     weight = parameter.data.float()
                 if is_packed:  # its own forward takes only packed weights
-                    module.forward = functools.partial(nn.functional.linear, weight=weight, bias=module.bias)
+                    module.forward = functools.partial(
+                        nn.functional.linear, weight=weight, bias=getattr(module, "bias", None)
+                    )
                     undo.append(functools.partial(delattr, module, "forward"))
                 else:
                     undo.append(functools.partial(setattr, parameter, "data", parameter.data))

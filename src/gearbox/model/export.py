@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -42,6 +42,15 @@ SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in one file, unless a single tensor has more."""
 
 
+class Tensors(Protocol):
+    """The tensors of a model, which arrive one at a time by their names in it."""
+
+    expected: dict[str, torch.Tensor]
+    """A tensor without data for each one that arrives."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
 def save(
     model: PreTrainedModel | PeftModel,
     tensors: FullParameters,
@@ -69,7 +78,7 @@ def save(
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it tested its model
 
 
-def save_full(model: PreTrainedModel, tensors: FullParameters, source: str, dtype: torch.dtype, folder: Path) -> None:
+def save_full(model: PreTrainedModel, tensors: Tensors, source: str, dtype: torch.dtype, folder: Path) -> None:
     """Write a full model: its config, and then its tensors as they arrive."""
     model.config.get_text_config().use_cache = True
     dropout.set_rates(model.config, model.own_dropout)
