@@ -115,6 +115,16 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step-2", "step-6", "step-7"]
 
 
+@pytest.mark.parametrize(("best_step", "kept"), [(1, 1), (99, 2), ([1], 2), (True, 2), (None, 2)])
+def test_pruning_keeps_the_best_step_that_the_newest_checkpoint_names(tmp_path, best_step, kept):
+    """If there is no such checkpoint, it keeps the one with the lowest loss. Earlier ones may name another step."""
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.0)):
+        make(tmp_path, step, loss, best_step=3)
+    make(tmp_path, 5, 2.0, best_step)
+    folders.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{kept}", "step-4", "step-5"]
+
+
 def test_a_save_replaces_a_corrupt_checkpoint_of_the_same_step(tmp_path):
     flip(make(tmp_path) / "manifest.json", random.Random(0))
     check(make(tmp_path))

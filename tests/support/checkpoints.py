@@ -13,10 +13,12 @@ from gearbox.checkpoint.shards import TensorShard
 from gearbox.checkpoint.staging import Staging
 
 
-def manifest_of(step: int, files: dict[str, ShardFacts], eval_loss: float | None = None) -> Manifest:
+def manifest_of(
+    step: int, files: dict[str, ShardFacts], eval_loss: float | None = None, best_step: object = None
+) -> Manifest:
     return Manifest(
         step=step,
-        progress={},
+        progress={} if best_step is None else {"best_step": best_step},
         parameters={"w": [40, 50], "b": [7]},
         scalars={"w": {"step": {"float32": 20.0}}},
         recipe={},
@@ -37,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def make(parent: Path, step: int = 20, eval_loss: float | None = None) -> Path:
+def make(parent: Path, step: int = 20, eval_loss: float | None = None, best_step: object = None) -> Path:
     """Write a checkpoint of two ranks, with `w` sharded across both."""
     parent.mkdir(exist_ok=True)
     aside = parent / f"step-{step}.tmp-abc"
@@ -53,7 +55,7 @@ def make(parent: Path, step: int = 20, eval_loss: float | None = None) -> Path:
         name = f"shard-{rank:05d}.safetensors"
         files[name] = staging.write(aside / name)
     folder = parent / f"step-{step}"
-    folders.commit(aside, folder, manifest_of(step, files, eval_loss))
+    folders.commit(aside, folder, manifest_of(step, files, eval_loss, best_step))
     return folder
 
 

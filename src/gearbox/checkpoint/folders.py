@@ -86,7 +86,8 @@ def prune(parent: Path, keep: int, renames: bool = True) -> None:
         try:
             manifest = read_manifest(folder)
             verify_sizes(folder, manifest.files)
-            best_step = best_step if complete else manifest.progress.get("best_step")
+            if not complete and type(named := manifest.progress.get("best_step")) is int:
+                best_step = named
             complete[step] = manifest.eval_loss
         except CorruptCheckpoint:
             continue

@@ -68,8 +68,11 @@ KEYS = {
     "eval.path": """
         eval_dataset test_datasets dataset_test_split validation_file eval_file validation_ds val_dataset
         dataset_validation eval_path eval_data""",
+    "eval.patience": "early_stopping_patience early_stopping",
+    "eval.metric": "metric_for_best_model compute_metrics",
     "save": "checkpointer",
     "save.every": "save_steps saves_per_epoch checkpoint_every save_interval checkpoint_interval save_every",
+    "save.best": "load_best_model_at_end save_best_model",
     "save.keep": "save_total_limit save_top_k keep_last_n_checkpoints max_checkpoints",
     "perf": "performance speed",
     "perf.kernels": """
