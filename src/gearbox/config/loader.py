@@ -23,11 +23,10 @@ from gearbox.config.recipe import (
     ONE_OF,
     RESUME,
     Adapter,
-    Group,
     Perf,
     Recipe,
 )
-from gearbox.config.recipe_values import Source, listed
+from gearbox.config.recipe_values import Group, Source, listed
 from gearbox.errors import UserError, did_you_mean, nearest, one_line, shown
 from gearbox.filesystem import read_limited
 

@@ -6,29 +6,28 @@ misspelt key is reported in well under a second.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from gearbox.config.old_keys import accepts
 from gearbox.config.recipe_values import (
-    CONFIG,
-    CountOrShare,
     Decay,
     Fields,
     FilePath,
     Float,
+    Group,
     Int,
     Metric,
     NonNegativeFloat,
     Paths,
     PositiveFloat,
     PositiveInt,
+    Profile,
+    Schedule,
     Source,
     Trackers,
     listed,
-    steps_of,
 )
 
 MAX_QUESTIONS = 256  # of a data set; more are not kept
@@ -38,12 +37,6 @@ MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would tak
 Role = Literal["system", "user", "assistant", "tool"]
 RESUME = ("auto", "latest", "never")  # or a checkpoint folder
 ONE_OF = ("train.steps", "train.epochs")  # on the command line, one of these replaces the other
-
-
-class Group(BaseModel):
-    """A group of keys. Unknown keys are errors, and values are immutable."""
-
-    model_config = CONFIG
 
 
 class Model(Group):
@@ -191,46 +184,6 @@ class Optim(Group):
     """Data type of the trainable weights between steps; `bf16` saves 2 bytes per parameter but loses small updates."""
 
 
-class Schedule(Group):
-    """The learning rate over the steps of a run."""
-
-    model_config = ConfigDict(json_schema_extra=accepts("schedule"))
-
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `wsd` (warm-up, stable, decay)
-    keeps the peak until its last steps, in which the rate falls linearly to 0."""
-    warmup: CountOrShare = 0
-    """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
-    `5%`."""
-    decay: CountOrShare = "20%"
-    """Steps of `wsd` in which the learning rate falls: a number such as `200`, or a share of the run such as `20%`."""
-
-    def check(self, num_steps: int | None) -> None:
-        """Raise ValueError if warm-up and decay do not fit into a run of so many steps; None is a number not known."""
-        if num_steps is not None and isinstance(self.warmup, int) and self.warmup >= num_steps:
-            raise ValueError(
-                f"schedule.warmup: must be below the {num_steps} steps of the run, found {self.warmup}; give fewer "
-                "steps, or a share of the run such as 5%"
-            )
-        parts = (self.warmup, self.decay)
-        known = [steps_of(part, num_steps or 1) for part in parts if num_steps or isinstance(part, str)]
-        if self.name == "wsd" and sum(known) > (num_steps or 1):
-            raise ValueError(
-                f"schedule.decay: {self.decay} is more than what schedule.warmup ({self.warmup}) leaves of the run; "
-                "give fewer steps, or a share such as 10%"
-            )
-
-    def num_decay_steps(self, num_steps: int) -> int:
-        """Return the last steps in which the rate falls, at most all after the warm-up."""
-        return min(math.ceil(steps_of(self.decay, num_steps)), num_steps - self.num_warmup_steps(num_steps))
-
-    def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the warm-up steps of a run of num_steps. A share is rounded up, but leaves at least the last step."""
-        if isinstance(self.warmup, int):
-            return self.warmup
-        return min(math.ceil(steps_of(self.warmup, num_steps)), num_steps - 1)
-
-
 class Train(Group):
     """The length of a run and its seed."""
 
@@ -304,20 +257,6 @@ class Save(Group):
     best is that of `eval.patience`."""
     stage: FilePath | None = None
     """Folder on each machine's local disk where a rank's shard waits to be written; `null` uses host memory."""
-
-
-class Profile(Group):
-    """The steps to profile."""
-
-    steps: tuple[PositiveInt, PositiveInt]
-    """The first and the last step, such as `[10, 13]`; steps count from 1."""
-
-    @field_validator("steps")
-    @classmethod
-    def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
-        if steps[0] > steps[1]:
-            raise ValueError(f"the first step {steps[0]} is after the last one {steps[1]}")
-        return steps
 
 
 class Run(Group):

@@ -1,7 +1,8 @@
-"""Define the types of the recipe's values: how each is read, and its bounds. A source of data is such a value."""
+"""Define the types of the recipe's values: how each is read, and its bounds. Sources and schedules are such values."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from decimal import Decimal
@@ -18,8 +19,10 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
+    field_validator,
 )
 
+from gearbox.config.old_keys import accepts
 from gearbox.errors import nearest, shown
 
 CONFIG = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)  # of a group of keys
@@ -202,3 +205,63 @@ Paths = Annotated[
 def listed(path: str | list[Source]) -> list[Source]:
     """Return the sources of a data.path or an eval.path."""
     return [Source(path=path)] if isinstance(path, str) else path
+
+
+class Group(BaseModel):
+    """A group of keys. Unknown keys are errors, and values are immutable."""
+
+    model_config = CONFIG
+
+
+class Schedule(Group):
+    """The learning rate over the steps of a run."""
+
+    model_config = ConfigDict(json_schema_extra=accepts("schedule"))
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `wsd` (warm-up, stable, decay)
+    keeps the peak until its last steps, in which the rate falls linearly to 0."""
+    warmup: CountOrShare = 0
+    """Steps in which the learning rate rises from 0 to its peak: a number such as `50`, or a share of the run such as
+    `5%`."""
+    decay: CountOrShare = "20%"
+    """Steps of `wsd` in which the learning rate falls: a number such as `200`, or a share of the run such as `20%`."""
+
+    def check(self, num_steps: int | None) -> None:
+        """Raise ValueError if warm-up and decay do not fit into a run of so many steps; None is a number not known."""
+        if num_steps is not None and isinstance(self.warmup, int) and self.warmup >= num_steps:
+            raise ValueError(
+                f"schedule.warmup: must be below the {num_steps} steps of the run, found {self.warmup}; give fewer "
+                "steps, or a share of the run such as 5%"
+            )
+        parts = (self.warmup, self.decay)
+        known = [steps_of(part, num_steps or 1) for part in parts if num_steps or isinstance(part, str)]
+        if self.name == "wsd" and sum(known) > (num_steps or 1):
+            raise ValueError(
+                f"schedule.decay: {self.decay} is more than what schedule.warmup ({self.warmup}) leaves of the run; "
+                "give fewer steps, or a share such as 10%"
+            )
+
+    def num_decay_steps(self, num_steps: int) -> int:
+        """Return the last steps in which the rate falls, at most all after the warm-up."""
+        return min(math.ceil(steps_of(self.decay, num_steps)), num_steps - self.num_warmup_steps(num_steps))
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the warm-up steps of a run of num_steps. A share is rounded up, but leaves at least the last step."""
+        if isinstance(self.warmup, int):
+            return self.warmup
+        return min(math.ceil(steps_of(self.warmup, num_steps)), num_steps - 1)
+
+
+class Profile(Group):
+    """The steps to profile."""
+
+    steps: tuple[PositiveInt, PositiveInt]
+    """The first and the last step, such as `[10, 13]`; steps count from 1."""
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        if steps[0] > steps[1]:
+            raise ValueError(f"the first step {steps[0]} is after the last one {steps[1]}")
+        return steps

@@ -8,7 +8,8 @@ from typing import NamedTuple, cast
 
 from gearbox import ROOT
 from gearbox.config.loader import RawMapping
-from gearbox.config.recipe import Group, Recipe
+from gearbox.config.recipe import Recipe
+from gearbox.config.recipe_values import Group
 from gearbox.planning.new_recipe import Choice, ModelFacts
 from gearbox.planning.strategy import Machines
 
