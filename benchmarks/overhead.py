@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/overhead.py [steps]
 
-It trains recipes/smollm2_135m.yaml on one device, 24 steps unless told, and writes benchmarks/overhead.json. In every
+It trains recipes/smollm2_135m.yaml on one device, 24 steps by default, and writes benchmarks/overhead.json. In every
 second step each function in RECORDERS does nothing. The time inside them, which other jobs disturb less than whole
-steps, is measured too. Run `make smollm2` first, and no other job beside it.
+steps, is measured too. Run `make smollm2` first, and run nothing else meanwhile.
 """
 
 from __future__ import annotations

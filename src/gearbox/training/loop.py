@@ -78,9 +78,7 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Ph
     step_loss = torch.zeros((), device=engine.device)
     for number, micro_batch in enumerate(batch.micro_batches, start=1):
         with engine.accumulating():
-            passes = passes_of(engine, micro_batch)
-            for one_pass in passes:
-                is_last = one_pass is passes[-1]
+            for one_pass, is_last in marked_passes(engine, micro_batch):
                 enter(f"micro-batch {number}", "forward")
                 with engine.forward_inputs(one_pass, is_last) as inputs:
                     loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its targets' losses
@@ -99,6 +97,12 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Ph
                 result = StepResult(float(step_loss), grad_norm, router_loss, *loads)
                 engine.step_and_zero(skip=not math.isfinite(grad_norm))
     return result
+
+
+def marked_passes(engine: Engine, micro_batch: Batch) -> list[tuple[Batch, bool]]:
+    """Return the passes of a micro-batch, each with True if it is the last one."""
+    passes = passes_of(engine, micro_batch)
+    return [(one_pass, number == len(passes)) for number, one_pass in enumerate(passes, start=1)]
 
 
 def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
