@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gearbox import ROOT
-from gearbox.data.row_formats import JSON, JsonObject
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.exporting.source import Raw
 from gearbox.launch.environment import without_launcher
 
 NEW_TOKENS = 8
@@ -75,7 +76,7 @@ def main(job: Job) -> dict[str, str]:
     transformers.utils.logging.disable_progress_bar()
     if not job.gguf and (problem := next(_problems_of_files(Path(job.folder)), None)):
         return {"problem": problem}
-    options: JsonObject = {"trust_remote_code": job.trust_remote_code}
+    options: Raw = {"trust_remote_code": job.trust_remote_code}
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.folder, **options)
     named = {"gguf_file": job.gguf} if job.gguf else {}
     model, problems = _load(job, options | named, len(tokenizer))
@@ -97,7 +98,7 @@ def main(job: Job) -> dict[str, str]:
     return {"answer": tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()}
 
 
-def _load(job: Job, options: JsonObject, num_tokens: int) -> tuple[JSON, list[str]]:
+def _load(job: Job, options: Raw, num_tokens: int) -> tuple[Any, list[str]]:
     """Return the model and what is wrong with its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from gearbox.data.row_formats import JsonObject
 from gearbox.errors import UserError
+from gearbox.exporting.source import Raw
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -103,7 +103,7 @@ def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
     return [-float(rank.get(token, len(merges))) for token in tokens]
 
 
-def _adds_space(content: JsonObject) -> bool:
+def _adds_space(content: Raw) -> bool:
     """Return whether the tokenizer writes a space before a text."""
     return '"Prepend"' in json.dumps(content["normalizer"]) or '"always"' in json.dumps(content["pre_tokenizer"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -16,10 +17,10 @@ from gearbox.config.loader import YAML_ERRORS
 from gearbox.config.old_keys import renamed
 from gearbox.config.recipe import Recipe
 from gearbox.console import Screen
-from gearbox.data.row_formats import JSON
 from gearbox.errors import UserError, one_line
 from gearbox.launch.outcome import read_outcome
 
+Raw = dict[str, Any]  # parsed JSON or YAML, or options of a library
 MODEL, ADAPTER = "config.json", "adapter_config.json"
 
 
@@ -133,7 +134,7 @@ def _of_saved(folder: Path) -> Source:
     return replace(found, base=settings.base_model_name_or_path, revision=settings.revision)
 
 
-def _recipe(content: JSON, path: Path) -> Recipe:
+def _recipe(content: Raw, path: Path) -> Recipe:
     try:
         return Recipe.model_validate(renamed(dict(content))[0])
     except (ValidationError, TypeError, ValueError, AttributeError) as error:
