@@ -16,12 +16,16 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.exporting.source import Raw
 from gearbox.launch.environment import without_launcher
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 NEW_TOKENS = 8
 QUESTION = "What is 12 + 30? Answer with the number only."
@@ -98,7 +102,7 @@ def main(job: Job) -> dict[str, str]:
     return {"answer": tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()}
 
 
-def _load(job: Job, options: Raw, num_tokens: int) -> tuple[Any, list[str]]:
+def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | PeftModel, list[str]]:
     """Return the model and what is wrong with its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
