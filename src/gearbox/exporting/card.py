@@ -11,13 +11,13 @@ import shutil
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from gearbox import filesystem
 from gearbox.config.recipe import LOCAL_ENDINGS
-from gearbox.exporting.source import Source
+from gearbox.exporting.source import Raw, Source
 from gearbox.model.pretrained import Pretrained
 from gearbox.redact import redacted
 
@@ -81,7 +81,7 @@ def write_manifest(source: Source, result: Result, command: str, folder: Path) -
     filesystem.write(folder / MANIFEST, as_json(redacted(content)))
 
 
-def as_json(content: dict[str, Any]) -> str:
+def as_json(content: Raw) -> str:
     """Return the text of a JSON file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
@@ -111,10 +111,10 @@ def _hub_base(source: Source) -> str | None:
     return base if HUB_ID.fullmatch(base) and not Path(base).exists() else None
 
 
-def _front_matter(source: Source, result: Result, origin: Pretrained) -> dict[str, Any]:
+def _front_matter(source: Source, result: Result, origin: Pretrained) -> Raw:
     """Return the metadata that the Hub reads."""
     adapter = result.kind == "adapter"
-    found: dict[str, Any] = {}
+    found: Raw = {}
     if (hub := _hub_base(source)) is not None:
         found |= {"base_model": hub, "base_model_relation": "adapter" if adapter else "finetune"}
     found |= _licence(origin)
@@ -175,7 +175,7 @@ def _numbers(source: Source, result: Result) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in lines)])
 
 
-def _metrics(source: Source) -> list[dict[str, Any]]:
+def _metrics(source: Source) -> list[Raw]:
     """Return the lines of metrics.jsonl up to the exported step."""
     path = None if source.run is None else source.run / "metrics.jsonl"
     if path is None or not path.is_file():

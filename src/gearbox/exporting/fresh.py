@@ -16,11 +16,16 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
+from gearbox.exporting.source import Raw
 from gearbox.launch.environment import without_launcher
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 NEW_TOKENS = 8
 QUESTION = "What is 12 + 30? Answer with the number only."
@@ -75,7 +80,7 @@ def main(job: Job) -> dict[str, str]:
     transformers.utils.logging.disable_progress_bar()
     if not job.gguf and (problem := next(_problems_of_files(Path(job.folder)), None)):
         return {"problem": problem}
-    options: dict[str, Any] = {"trust_remote_code": job.trust_remote_code}
+    options: Raw = {"trust_remote_code": job.trust_remote_code}
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.folder, **options)
     named = {"gguf_file": job.gguf} if job.gguf else {}
     model, problems = _load(job, options | named, len(tokenizer))
@@ -97,7 +102,7 @@ def main(job: Job) -> dict[str, str]:
     return {"answer": tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()}
 
 
-def _load(job: Job, options: dict[str, Any], num_tokens: int) -> tuple[Any, list[str]]:
+def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | PeftModel, list[str]]:
     """Return the model and what is wrong with its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from gearbox.errors import UserError
 from gearbox.exporting import gguf_vocabulary
 from gearbox.exporting.gguf_vocabulary import CONVERTER
+from gearbox.exporting.source import Raw
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -159,7 +160,7 @@ def _neighbours(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def _rotation(config: PretrainedConfig) -> dict[str, Any]:
+def _rotation(config: PretrainedConfig) -> Raw:
     """Return the settings of the rotary positions; of a family with two kinds of layers, those of full attention."""
     found = getattr(config, "rope_parameters", None) or {}
     return dict(found.get("full_attention", found))
@@ -169,7 +170,7 @@ def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _llama3_factors(config: PretrainedConfig, rotation: dict[str, Any]) -> NDArray[np.float32]:
+def _llama3_factors(config: PretrainedConfig, rotation: Raw) -> NDArray[np.float32]:
     """Return by what Llama 3.1's scaling divides each frequency."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
 from gearbox.errors import UserError
+from gearbox.exporting.source import Raw
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -102,7 +103,7 @@ def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
     return [-float(rank.get(token, len(merges))) for token in tokens]
 
 
-def _adds_space(content: dict[str, Any]) -> bool:
+def _adds_space(content: Raw) -> bool:
     """Return whether the tokenizer writes a space before a text."""
     return '"Prepend"' in json.dumps(content["normalizer"]) or '"always"' in json.dumps(content["pre_tokenizer"])
 

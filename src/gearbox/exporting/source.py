@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -17,9 +16,11 @@ from gearbox.config.loader import YAML_ERRORS
 from gearbox.config.old_keys import renamed
 from gearbox.config.recipe import Recipe
 from gearbox.console import Screen
+from gearbox.data.row_formats import Turn
 from gearbox.errors import UserError, one_line
 from gearbox.launch.outcome import read_outcome
 
+Raw = Turn  # parsed JSON or YAML, or options of a library: any values
 MODEL, ADAPTER = "config.json", "adapter_config.json"
 
 
@@ -133,7 +134,7 @@ def _of_saved(folder: Path) -> Source:
     return replace(found, base=settings.base_model_name_or_path, revision=settings.revision)
 
 
-def _recipe(content: Any, path: Path) -> Recipe:  # noqa: ANN401  parsed from a file
+def _recipe(content: Raw, path: Path) -> Recipe:
     try:
         return Recipe.model_validate(renamed(dict(content))[0])
     except (ValidationError, TypeError, ValueError, AttributeError) as error:
