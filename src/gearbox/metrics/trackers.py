@@ -197,7 +197,7 @@ class TrackerThread(threading.Thread):
 
 @dataclass(frozen=True)
 class _Known:
-    """What trackers.json has about a tracker."""
+    """The entry of a tracker in trackers.json."""
 
     run_id: str
     recorded: int
@@ -287,5 +287,5 @@ class Trackers:
             if isinstance(run_id, str) and ID.fullmatch(run_id) and type(recorded) is int and recorded >= -1:
                 yield name, _Known(run_id, recorded)
             else:
-                self.tell(f"{self.path}: is damaged; the trackers that it does not name start a new run")
+                self.tell(f"{self.path}: cannot be read as written; trackers start new runs")
                 return
