@@ -287,5 +287,5 @@ class Trackers:
             if isinstance(run_id, str) and ID.fullmatch(run_id) and type(recorded) is int and recorded >= -1:
                 yield name, _Known(run_id, recorded)
             else:
-                self.tell(f"{self.path}: cannot be read as written; trackers start new runs")
+                self.tell(f"{self.path}: has unusable entries; trackers start new runs")
                 return
