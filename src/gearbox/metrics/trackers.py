@@ -281,7 +281,7 @@ class Trackers:
         except (OSError, ValueError):
             if not self.path.exists():
                 return
-            found = {"damaged": None}
+            found = {"": None}
         for name, facts in found.items():
             run_id, recorded = (facts.get("id"), facts.get("recorded")) if isinstance(facts, dict) else (None, None)
             if isinstance(run_id, str) and ID.fullmatch(run_id) and type(recorded) is int and recorded >= -1:
