@@ -240,7 +240,7 @@ def test_a_damaged_file_starts_new_runs(board, tmp_path, content):
     found.close(is_done=True)
     assert steps(calls) == [0, 1, 2, 3]
     (line,) = SPOKEN
-    assert line.endswith("trackers.json: is damaged; the trackers that it does not name start a new run")
+    assert line.endswith("trackers.json: has unusable entries; trackers start new runs")
 
 
 def test_a_recorded_step_beyond_the_checkpoint_is_not_believed(board, tmp_path):

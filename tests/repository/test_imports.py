@@ -45,6 +45,8 @@ LIGHT = ("", "config", "planning", "launch", "checks")  # these report user erro
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 # Exceptions outside distributed/ and sharding/, with the reason.
 ENGINES_ELSEWHERE = {
+    ("metrics/tracker_start.py", "accelerate"): "accelerate.tracking: the classes of trackers",
+    ("metrics/tracker_process.py", "accelerate"): "PartialState, which Accelerate's loggers need",
     ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
 # A run on one device without 4-bit weights needs none of these. Most libraries import them wherever they are installed.

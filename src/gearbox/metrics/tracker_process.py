@@ -23,6 +23,7 @@ from gearbox.errors import one_line_with_type
 from gearbox.launch.environment import without_launcher
 from gearbox.metrics.tracker_start import ENVIRONMENT, Description, LocalTracker, Opened
 
+JsonObject = dict[str, Any]
 ORPHAN_SECONDS = 20.0  # to finish after the training process was killed
 NICENESS = 10  # imports take seconds of a core
 LOCK_SECONDS = 30.0  # to wait for such a process of an earlier attempt
@@ -81,7 +82,7 @@ class RemoteTracker:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _ask(self, do: str, **arguments: object) -> dict[str, Any]:
+    def _ask(self, do: str, **arguments: object) -> JsonObject:
         process = self.process
         assert process is not None and process.stdin is not None and process.stdout is not None
         answer = ""
@@ -91,7 +92,7 @@ class RemoteTracker:
             answer = process.stdout.readline()
         if not answer:
             raise TrackerError(f"its process ended with exit code {process.wait()}; see run.log")
-        reply: dict[str, Any] = json.loads(answer)
+        reply: JsonObject = json.loads(answer)
         if "error" in reply:
             raise TrackerError(reply["error"])
         return reply
@@ -131,7 +132,7 @@ def take_streams() -> tuple[IO[str], IO[str]]:
     return requests, replies
 
 
-def start_tracker(request: dict[str, Any], locks: list[filesystem.Lock]) -> tuple[LocalTracker, Opened]:
+def start_tracker(request: JsonObject, locks: list[filesystem.Lock]) -> tuple[LocalTracker, Opened]:
     """Start the tracker of a request, after the process of an earlier attempt has finished with the run.
 
     Append the lock of the run, which is held as long as the list.

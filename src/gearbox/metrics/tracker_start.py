@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -40,7 +40,7 @@ SERVERS = {"wandb": "https://api.wandb.ai", "comet": "https://www.comet.com", "s
 
 @dataclass(frozen=True)
 class Description:
-    """What trackers are told about a run."""
+    """A run as its trackers are told about it."""
 
     folder: Path
     """The run's folder."""
@@ -54,7 +54,7 @@ class Description:
         """Return the description of a job that runs in a folder, without secrets."""
         recipe, gear = job.recipe, job.gear
         facts = {"gear": gear.name, "num_processes": gear.num_processes, "revision": revision()}
-        groups: dict[str, dict[str, Any]] = recipe.model_dump(mode="json")
+        groups = recipe.model_dump(mode="json")
         flat = {f"{group}.{key}": value for group, keys in groups.items() for key, value in keys.items()}
         plain: dict[str, str | int | float | bool | None] = {
             key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in (flat | facts).items()
@@ -127,7 +127,7 @@ class LocalTracker:
             self.close()
 
 
-def start(tracker: GeneralTracker, config: dict[str, Any] | None = None) -> GeneralTracker:
+def start(tracker: GeneralTracker, config: Mapping[str, object] | None = None) -> GeneralTracker:
     """Start a tracker of Accelerate on this process, and store the configuration."""
     tracker.main_process_only = False  # only rank 0 has one, so that no class asks for its rank
     tracker.start()
@@ -190,7 +190,7 @@ def start_wandb(run: Description, run_id: str, resumes: bool, after: int) -> tup
     import wandb
     from accelerate.tracking import WandBTracker
 
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "console": "off", "disable_git": True, "init_timeout": INIT_SECONDS, "save_code": False,
         "x_stats_pid": os.getppid(),
     }  # fmt: skip

@@ -197,7 +197,7 @@ class TrackerThread(threading.Thread):
 
 @dataclass(frozen=True)
 class _Known:
-    """What trackers.json has about a tracker."""
+    """The entry of a tracker in trackers.json."""
 
     run_id: str
     recorded: int
@@ -281,11 +281,11 @@ class Trackers:
         except (OSError, ValueError):
             if not self.path.exists():
                 return
-            found = {"damaged": None}
+            found = {"": None}
         for name, facts in found.items():
             run_id, recorded = (facts.get("id"), facts.get("recorded")) if isinstance(facts, dict) else (None, None)
             if isinstance(run_id, str) and ID.fullmatch(run_id) and type(recorded) is int and recorded >= -1:
                 yield name, _Known(run_id, recorded)
             else:
-                self.tell(f"{self.path}: is damaged; the trackers that it does not name start a new run")
+                self.tell(f"{self.path}: has unusable entries; trackers start new runs")
                 return
