@@ -44,9 +44,7 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets",
 LIGHT = ("", "config", "planning", "launch", "checks")  # these report user errors within half a second
 ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule", "DTensor", "DistributedDataParallel"}
 # Exceptions outside distributed/ and sharding/, with the reason.
-ENGINES_ELSEWHERE = {
-    ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
-}
+ENGINES_ELSEWHERE = {}
 # A run on one device without 4-bit weights needs none of these. Most libraries import them wherever they are installed.
 UNNEEDED = {
     "datasets", "pandas", "deepspeed", "bitsandbytes", "networkx", "torch.distributed.pipelining",
