@@ -117,7 +117,7 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
 
 @pytest.mark.parametrize(("best_step", "kept"), [(1, 1), (99, 2), ([1], 2), (True, 2), (None, 2)])
 def test_pruning_keeps_the_best_step_that_the_newest_checkpoint_names(tmp_path, best_step, kept):
-    """If there is no such checkpoint, it keeps the one with the lowest loss. Earlier ones may name another step."""
+    # Without such a checkpoint, the one with the lowest loss stays. Earlier checkpoints name another step.
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.0)):
         make(tmp_path, step, loss, best_step=3)
     make(tmp_path, 5, 2.0, best_step)

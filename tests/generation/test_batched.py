@@ -81,7 +81,7 @@ def test_every_gear_answers_alike_and_saves_the_best_step(train, alone, tmp_path
 def test_divided_experts_answer_alike(train, tmp_path):
     config_of("Mixtral").save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
-    given = (f"model.name={tmp_path / 'model'}", "run.rehearse=false", "model.init=random", "train.steps=1")
+    given = (f"model.name={tmp_path / 'model'}", "run.rehearse=false", "model.init=random", "train.steps=2")
     found = [train(gear, *LENGTHS, PROMPTS, *given, ranks=ranks) for gear, ranks in (("single", 1), ("ep", 2))]
     assert {code for outcome in found for code in outcome.codes} == {0}, found[1].output
     assert answers_of(found[0]) == answers_of(found[1])

@@ -47,7 +47,6 @@ ENGINES = {"accelerate", "deepspeed", "zero", "fsdp", "fully_shard", "FSDPModule
 ENGINES_ELSEWHERE = {
     ("metrics/tracker_start.py", "accelerate"): "accelerate.tracking: the classes of trackers",
     ("metrics/tracker_process.py", "accelerate"): "PartialState, which Accelerate's loggers need",
-    ("training/evaluation.py", "accelerate"): "accelerate.utils.broadcast: all ranks continue with rank 0's token",
 }
 # A run on one device without 4-bit weights needs none of these. Most libraries import them wherever they are installed.
 UNNEEDED = {
@@ -202,8 +201,6 @@ def test_engines_are_named_in_three_folders():
     state = "sharding/sharded_state.py"
     present = {("distributed/engine.py", "accelerate"), (state, "deepspeed"), (state, "DTensor")}
     assert present <= found, "a renamed engine would make this test empty"
-    evaluation = imported([*ast.walk(MODULES[Path("training/evaluation.py")])])
-    assert {name for name in evaluation if "accelerate" in name} == {"accelerate.utils.broadcast"}
 
 
 def test_the_built_in_data_are_imported_only_where_they_are_asked_for():

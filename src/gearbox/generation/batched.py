@@ -39,6 +39,12 @@ class _Row:
     def is_done(self) -> bool:
         return self.ended or len(self.answer) >= self.most
 
+    def take(self, token: int, ends: Collection[int]) -> None:
+        """Add the next token to the answer, unless the answer is complete or ends with it."""
+        if not self.is_done:
+            self.ended = token in ends
+            self.answer += [] if self.ended else [token]
+
 
 def answer_all(
     engine: Engine,
@@ -101,9 +107,7 @@ def _answer_round(
         tokens[numbers, (lengths + count).clamp(max=tokens.shape[1] - 1)] = chosen[shard]
         for batch, its_tokens in zip(batches, chosen.tolist(), strict=True):
             for row, token in zip(batch, its_tokens, strict=True):
-                if not row.is_done:
-                    row.ended = token in ends
-                    row.answer += [] if row.ended else [token]
+                row.take(token, ends)
         if all(row.is_done for batch in batches for row in batch):
             break
     return True
