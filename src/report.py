@@ -1,4 +1,4 @@
-"""Write the report of a run again, or lay several runs over each other on one page.
+"""Write the report of a run again, or compare several runs on one page.
 
 Usage: python src/report.py RUN [RUN ...] [--output PATH]
 

@@ -18,7 +18,7 @@ SPOKEN: list[str] = []
 
 
 class Kept(GeneralTracker):
-    """A tracker that keeps what it is told, and fails as the test says."""
+    """A tracker that keeps its numbers, and fails on request."""
 
     name, requires_logging_directory = "kept", False
 
@@ -103,7 +103,7 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(board, call, e
     assert healthy[1] == ("log", {"loss": 1.0, "spike": True}, 1)
     about = [line for line in SPOKEN if type(error).__name__ in line]
     assert len(about) == 1 and about[0].startswith(f"tracker a: fails: {type(error).__name__}"), SPOKEN
-    assert "\n" not in about[0] and about[0].endswith("; training goes on")
+    assert "\n" not in about[0] and about[0].endswith("; training continues")
     lost = "tracker a: lines not recorded: 5; metrics.jsonl has them all"
     assert (lost in SPOKEN) == (call != "finish"), SPOKEN
     assert steps(failing) == ([1, 2, 3, 4, 5] if call == "finish" else [])
@@ -282,7 +282,7 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path, single, monkeypatch,
     found.log({"loss": 4.0}, 4)
     found.close(is_done=True)
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert SPOKEN == ["tracker tensorboard: fails: OSError: [Errno 27] File too large; training goes on"]
+    assert SPOKEN == ["tracker tensorboard: fails: OSError: [Errno 27] File too large; training continues"]
     assert "Traceback" not in capfd.readouterr().err
 
 

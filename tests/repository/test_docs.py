@@ -55,7 +55,12 @@ LINES = sorted(
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_keys_and_targets_exist(document):
-    made_by_use = {"recipes/mine.yaml", "cluster/kubernetes/jobs/mine", "benchmarks/mfu.json"}
+    made_by_use = {
+        "recipes/mine.yaml",
+        "cluster/kubernetes/jobs/mine",
+        "benchmarks/mfu.json",
+        "benchmarks/overhead.json",
+    }
     tops = r"\.agents|recipes|accelerate_configs|ds_configs|src|tests|docs|benchmarks|cluster"  # runs/ comes with use
     words = re.findall(rf"(?:{tops})/[\w./-]*|\b[A-Z]\w+\.md\b", of_this_repository(document))
     missing = [word for word in words if not (ROOT / word.rstrip(".")).exists() and word.rstrip(".") not in made_by_use]
@@ -63,7 +68,7 @@ def test_paths_keys_and_targets_exist(document):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"`make ([\w-]+)", document.read_text())) <= targets
     groups = {key.split(".")[0] for key in recipe_keys()}
-    files = {".yaml", ".json", ".jsonl", ".py", ".sbatch"}
+    files = {".yaml", ".json", ".jsonl", ".log", ".py", ".sbatch"}
     for key in re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", document.read_text()):
         assert key in recipe_keys() or f".{key.split('.')[1]}" in files, key
 

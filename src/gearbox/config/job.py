@@ -103,10 +103,14 @@ BY_RECIPE = [
     Unused("data.split", lambda recipe: not any(map(_has_splits, _paths(recipe))), "data.path has no splits"),
     Unused("data.text_unit", lambda recipe: not any(map(_may_be_text, _paths(recipe))), "data.path has no .txt file"),
     Unused("eval.fraction", lambda recipe: recipe.eval.path is not None, "eval.path gives the documents"),
-    Unused("eval.samples", lambda recipe: not recipe.eval.holds_out, "no document is held out"),
     Unused(
-        "eval.every eval.sample_tokens",
+        "eval.every eval.samples eval.sample_tokens",
         lambda recipe: not recipe.eval.holds_out and not recipe.eval.prompts,
+        "no document is held out",
+    ),
+    Unused(
+        "eval.samples",
+        lambda recipe: not recipe.eval.holds_out and bool(recipe.eval.prompts),
         "no document is held out",
     ),
     Unused("perf.pass_tokens", lambda recipe: not recipe.data.packing, "data.packing is false"),

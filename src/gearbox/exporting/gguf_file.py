@@ -73,8 +73,8 @@ def write(folder: Path, kind: str, name: str) -> str:
     """
     import gguf
 
-    config = AutoConfig.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     family = FAMILIES[config.model_type]
     file_name = f"{name}-{kind.upper()}.gguf"
     writer = gguf.GGUFWriter(folder / file_name, family.architecture)

@@ -20,7 +20,7 @@ from gearbox.console import Screen, styled
 NUM_DEAREST = 10
 SNAPSHOT_STEPS = 3  # of a memory snapshot, if run.profile names none
 SNAPSHOT_ENTRIES = 200_000  # allocations and frees that a snapshot keeps, the newest
-MARK = "step "  # begins the names of our own ranges
+MARK = "step "  # prefix of the ranges that we add
 Span = tuple[float, float]
 
 
@@ -172,7 +172,7 @@ class Profiler:
         part = path.with_name(f"tmp-{path.name}")
         try:
             write(part)
-            if not part.is_file():  # libraries of profilers log a full disk, and go on
+            if not part.is_file():  # libraries of profilers log a full disk, and continue
                 raise OSError(None, "no file was written")
             filesystem.rename(part, path)
         finally:

@@ -1,4 +1,4 @@
-"""Run a tracker in a process of its own, which answers one request after another.
+"""Run a tracker in a separate process, which answers one request after another.
 
 A tracker's library patches others, handles signals, prints, and may hang or crash. Here it can do so: its output goes
 to run.log, and this process can be killed. If the training process is killed, its pipe ends, and the tracker finishes.
@@ -37,7 +37,7 @@ class TrackerError(Exception):
 
 
 class RemoteTracker:
-    """A tracker in a process of its own (a `Tracker` of trackers.py)."""
+    """A tracker in a separate process (a `Tracker` of trackers.py)."""
 
     def __init__(self, name: str, description: Description) -> None:
         self.name, self.description = name, description

@@ -40,7 +40,7 @@ SERVERS = {"wandb": "https://api.wandb.ai", "comet": "https://www.comet.com", "s
 
 @dataclass(frozen=True)
 class Description:
-    """A run as its trackers are told about it."""
+    """The facts of a run that its trackers store."""
 
     folder: Path
     """The run's folder."""
@@ -221,7 +221,7 @@ def start_wandb(run: Description, run_id: str, resumes: bool, after: int) -> tup
 
 
 def start_mlflow(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
-    """Start or resume a run of MLflow, by default in a database beside the runs."""
+    """Start or resume a run of MLflow, by default in a database in the folder of the runs."""
     place = f"sqlite:///{run.folder.parent.resolve() / 'mlflow.db'}"
     place = os.environ.setdefault("MLFLOW_TRACKING_URI", place)
     import mlflow
@@ -245,7 +245,7 @@ def start_mlflow(run: Description, run_id: str, resumes: bool, after: int) -> tu
 
 
 def start_trackio(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:
-    """Start or resume a run of Trackio, by default in a folder beside the runs."""
+    """Start or resume a run of Trackio, by default in the folder of the runs."""
     folder = os.environ.setdefault("TRACKIO_DIR", str(run.folder.parent.resolve() / "trackio"))  # before the import
     from accelerate.tracking import TrackioTracker
 

@@ -1,7 +1,7 @@
-"""Hand a run's numbers to its trackers, each in a thread of its own, so that none can stop or slow training.
+"""Hand a run's numbers to its trackers, each in a separate thread, so that none can stop or slow training.
 
 A thread opens its tracker, and reopens it after a failure. Its queue is bounded: the oldest numbers are dropped.
-trackers.json keeps the id of each tracker's run, and the step that it has recorded. A resumed run goes on in the same
+trackers.json keeps the id of each tracker's run, and the step that it has recorded. A resumed run continues in the same
 run of the tracker, and sends the steps that it lacks from metrics.jsonl.
 """
 
@@ -42,7 +42,7 @@ class Tracker(Protocol):
     """A tracker as its thread uses it. Each method may raise, and may take any time."""
 
     def open(self, run_id: str, resumes: bool, after: int) -> Opened:
-        """Start a run, or go on with the run `run_id`, which has recorded the steps up to `after`."""
+        """Start a run, or resume the run `run_id`, which has recorded the steps up to `after`."""
 
     def log(self, numbers: Numbers, step: int) -> None:
         """Record the numbers of a step."""
@@ -65,13 +65,13 @@ class TrackerThread(threading.Thread):
     def __init__(self, name: str, tracker: Tracker, run_id: str, recorded: int, metrics: Path) -> None:
         """Store the parameters.
 
-        `run_id` is the tracker's run to go on with, and `recorded` the last step that it has recorded, or -1.
+        `run_id` is the tracker's run to resume, and `recorded` the last step that it has recorded, or -1.
         """
         super().__init__(name=f"tracker {name}", daemon=True)
         self.tracker_name, self.tracker, self.run_id, self.metrics = name, tracker, run_id, metrics
         self.recorded, self.upto, self.keeps = recorded, recorded, "each save"
         self.safe = recorded
-        """The last step of which trackers.json says that it is recorded."""
+        """The last step that trackers.json lists as recorded."""
         self.resumes = recorded >= 0
         self.num_lost = 0
         self.news: deque[str] = deque(maxlen=20)
@@ -91,7 +91,7 @@ class TrackerThread(threading.Thread):
             self._waiting.append((numbers, step))
             self._ready.notify()
         if (seconds := self.seconds_in_call()) > STALL_SECONDS:
-            self._say_once("stall", f"has not answered for {seconds:.0f} s; training goes on")
+            self._say_once("stall", f"has not answered for {seconds:.0f} s; training continues")
 
     def seconds_in_call(self) -> float:
         """Return for how long the tracker has not returned from a call."""
@@ -137,7 +137,7 @@ class TrackerThread(threading.Thread):
                 self._log(*item)
                 item, pause = None, PAUSES[0]
             except BaseException as error:  # a library may also raise SystemExit
-                self._say_once("failure", f"fails: {redact(one_line_with_type(error))}; training goes on")
+                self._say_once("failure", f"fails: {redact(one_line_with_type(error))}; training continues")
                 self._discard()
                 is_open = False
                 if attempts == 2:  # by two runs of the tracker

@@ -78,7 +78,7 @@ class TrainJobStatus:
             try:
                 self._post(json.dumps(self.status()))
                 seconds = INTERVAL_SECONDS
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # whatever it is, training continues
                 seconds = RETRY_SECONDS
                 self._print_once(error)
             if ends:

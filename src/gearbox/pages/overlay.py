@@ -1,4 +1,4 @@
-"""Lay several runs over each other on one page: results, differing recipe keys, and curves by step and by tokens."""
+"""Compare several runs on one page: results, differing recipe keys, and curves by step and by tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sections(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[str]:
 
 
 def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Return the table of results. The best figure of each column is bold and says so."""
+    """Return the table of results. The best figure of each column is bold and labelled."""
     columns = [[measure(run) for run in runs] for _, measure, _, _ in RESULTS]
     used = [place for place, values in enumerate(columns) if any(map(math.isfinite, values))]
     lines = []

@@ -96,7 +96,7 @@ class Marks:
 
 @dataclass
 class RunData:
-    """What a run's folder says about it."""
+    """The content of a run's folder."""
 
     folder: Path
     facts: RunFacts
@@ -132,7 +132,7 @@ class RunData:
 
 
 def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
-    """Read a run's folder. `status` replaces what status.json says. Raise UserError if it is no run's folder."""
+    """Read a run's folder. `status` replaces the content of status.json. Raise UserError unless it is one."""
     if not folder.is_dir() or not any((folder / name).is_file() for name in FILES):
         raise UserError(f"{folder}: is not the folder of a run; give one that has metrics.jsonl, such as runs/first")
     columns, marks, num_bad = _read_metrics(folder / "metrics.jsonl")
