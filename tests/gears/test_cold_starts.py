@@ -32,8 +32,8 @@ def test_every_gear(tmp_path, chats, gear):
     folder = tmp_path / "runs" / f"tiny-{gear}"
     assert f"model saved to {folder}/model" in last_line(outcome.stdout)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "base", "checkpoints", "lock", "loss.png", "metrics.jsonl", "model", "report.html", "resolved.yaml", "run.json",
-        "status.json", "tensorboard",
+        "answers.jsonl", "base", "checkpoints", "lock", "loss.png", "metrics.jsonl", "model", "report.html",
+        "resolved.yaml", "run.json", "run.log", "status.json", "tensorboard", "trackers.json",
     ]  # fmt: skip
     in_file = yaml.safe_load((ROOT / f"accelerate_configs/{gear}.yaml").read_text())["num_processes"]
     ranks = FEWER.get(gear, in_file)

@@ -109,7 +109,7 @@ def on_a_terminal(line: str, text: str, last: str) -> list[str]:
 @pytest.mark.parametrize(
     ("gear", "text", "last"),
     [
-        ("single", "9/2000", ": stopped at step"),
+        ("single", "/2000  loss", ": stopped at step"),
         ("ddp --num_processes 2", "importing torch", "gearbox: SIGINT: nothing to save"),
     ],
 )

@@ -75,7 +75,7 @@ def test_every_part_is_shown(tmp_path):
                   "from 6.03 in step 0",
                   "held-out perplexity", "cuda:0-1 NVIDIA H100", "Resolved recipe, 3 keys",
                   "step 640 could not be saved",
-                  "trained 2 min 20 s", FACTS["command"], "python src/ask.py"):  # fmt: skip
+                  "trained 2 min 20 s", FACTS["command"], "python src/chat.py", "python src/export.py"):  # fmt: skip
         assert shown in words, shown
 
 

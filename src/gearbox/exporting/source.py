@@ -55,10 +55,11 @@ class Source:
 
     @property
     def step(self) -> int | None:
-        """The step of a checkpoint, or the last step of the run of a saved model, if it is known."""
+        """The step of a checkpoint, or that of the saved model of a run, if it is known."""
         if self.manifest is not None:
             return self.manifest.step
-        step = None if self.run is None else read_outcome(self.run / "status.json").get("step")
+        status = {} if self.run is None else read_outcome(self.run / "status.json")
+        step = status.get("model_step", status.get("step"))
         return step if isinstance(step, int) else None
 
 

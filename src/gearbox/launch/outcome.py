@@ -21,7 +21,12 @@ EXIT_FAILED = 93  # the same command would fail again
 EXIT_CODES = {"done": 0, "refused": EXIT_USER_ERROR, "saved": EXIT_SAVED, "failed": EXIT_FAILED}
 OUTCOME_FILE = "GEARBOX_OUTCOME_FILE"
 RUN_FOLDER = "GEARBOX_RUN"
-TYPES = {"step": int, "saved_step": int, "pid": int}  # of the facts in status.json; the others are texts
+TYPES = {
+    "step": int,
+    "saved_step": int,
+    "model_step": int,
+    "pid": int,
+}  # of facts in status.json; others are texts
 
 
 def outcome_file() -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from gearbox.pages import charts, page
 from gearbox.pages.charts import Chart, Line
 from gearbox.pages.run_data import Column, RunData
-from gearbox.pages.run_report import WORDS, day, duration, perplexities, shown_value
+from gearbox.pages.run_report import WORDS, day, duration, perplexity, shown_value
 from gearbox.pages.scale import compact, moving_mean, value_label
 
 NOT_SHOWN = {"run.name", "run.dir"}  # keys that differ in every pair of runs
@@ -26,9 +26,9 @@ CURVES = (  # title, key, unit, whether the curve is smoothed, and whether its s
 )
 BY_TOKENS = ("eval_loss", "loss")
 RESULTS: tuple[tuple[str, Callable[[RunData], float], str, int], ...] = (  # and -1 if less is better, 1 if more is
-    ("held-out loss", lambda run: run.column("eval_loss").last, "", -1),
-    ("perplexity", lambda run: perplexities(run)[-1], "", -1),
-    ("exact match", lambda run: run.column("eval_exact_match").last, "percent", 1),
+    ("held-out loss", lambda run: run.of_model("eval_loss"), "", -1),
+    ("perplexity", lambda run: perplexity(run.of_model("eval_loss")), "", -1),
+    ("exact match", lambda run: run.of_model("eval_exact_match"), "percent", 1),
     ("last loss", lambda run: run.column("loss").last, "", 0),
     ("tokens/s", lambda run: run.column("tokens_per_second").median, "", 1),
     ("peak memory", lambda run: run.column("memory_peak_bytes").peak, "bytes", -1),

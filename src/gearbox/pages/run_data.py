@@ -70,6 +70,11 @@ class Column:
         """The last finite value; NaN without one."""
         return next(filter(math.isfinite, reversed(self.values)), math.nan)
 
+    def at(self, step: object) -> float:
+        """Return the value of a step, or the last finite one if it has none."""
+        at_step = (value for one, value in zip(self.steps, self.values, strict=True) if one == step)
+        return next(filter(math.isfinite, at_step), self.last)
+
     @property
     def peak(self) -> float:
         """The largest finite value; NaN without one."""
@@ -125,6 +130,10 @@ class RunData:
     def last_step(self) -> int:
         """The last step that any line records."""
         return int(max((column.steps[-1] for column in self.columns.values() if column.steps), default=0))
+
+    def of_model(self, key: str) -> float:
+        """Return a figure at the step of the saved model, or else the last one; NaN without one."""
+        return self.column(key).at(self.status.get("model_step"))
 
     def column(self, key: str) -> Column:
         """Return a column, empty if no line has its key."""

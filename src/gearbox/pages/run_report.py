@@ -111,22 +111,24 @@ def duration_of(run: RunData) -> str:
 
 
 def _results(run: RunData) -> Iterator[str]:
-    """Yield the headline: each result after training, and before."""
+    """Yield the headline: each result of the model, and before training."""
+    model_step = run.status.get("model_step")
     held_out, loss = run.column("eval_loss"), run.column("loss")
     before_after = held_out if held_out else loss
     label = "held-out loss" if held_out else "loss of a step"
     if before_after:
-        first, last = before_after.first, before_after.last
+        first, last = before_after.first, before_after.at(model_step)
         change = f"from {value_label(first)} in step {before_after.steps[0]:.0f}" if len(before_after.steps) > 1 else ""
+        if model_step is not None and held_out and model_step != held_out.steps[-1]:
+            change += f"; the model is that of step {model_step:,}, the best one"
         yield page.tile(label, value_label(last), change, is_main=True)
     if held_out:
-        values = perplexities(run)
-        change = f"from {value_label(values[0])}" if len(values) > 1 else ""
-        yield page.tile("held-out perplexity", value_label(values[-1]), change)
+        change = f"from {value_label(perplexity(held_out.first))}" if len(held_out.steps) > 1 else ""
+        yield page.tile("held-out perplexity", value_label(perplexity(run.of_model("eval_loss"))), change)
     for key, name, unit in (("eval_exact_match", "exact match", "percent"), ("eval_metric", "metric", "")):
         if column := run.column(key):
             change = f"from {value_label(column.first, unit)}" if len(column.steps) > 1 else ""
-            yield page.tile(name, value_label(column.last, unit), change)
+            yield page.tile(name, value_label(run.of_model(key), unit), change)
 
 
 def _sizes(run: RunData) -> Iterator[str]:
@@ -150,16 +152,10 @@ def _sizes(run: RunData) -> Iterator[str]:
         yield page.tile("trained weights", compact(trained_weights), of_all)
 
 
-def perplexities(run: RunData) -> list[float]:
-    """Return the held-out perplexity of each evaluation: the recorded one, or that of the held-out loss."""
-    recorded = run.column("eval_perplexity")
-    losses = recorded.values if recorded else [_exp(loss) for loss in run.column("eval_loss").values]
-    return [value for value in losses if math.isfinite(value)] or [math.nan]
-
-
-def _exp(number: float) -> float:
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a held-out loss; infinite if it is too large for a float."""
     try:
-        return math.exp(number)
+        return math.exp(loss)
     except OverflowError:
         return math.inf
 
@@ -168,13 +164,11 @@ def _commands(run: RunData) -> Iterator[str]:
     """Yield the commands that use the model and repeat the run."""
     folder = str(run.folder)
     if (run.folder / "model").is_dir() and run.outcome != "running":
-        questions = [answer["question"] for answer in run.answers]
-        question = next((one for one in questions if len(one) < 80 and "\n" not in one), "Hello")
-        ask = shlex.join(["python", "src/ask.py", f"{folder}/model", question])
+        use = "\n".join(shlex.join(["python", f"src/{name}.py", folder]) for name in ("chat", "export"))
         load = f'AutoModelForCausalLM.from_pretrained("{folder}/model")'
         is_adapter = (run.folder / "model" / "adapter_config.json").is_file()
         load = load.replace("AutoModelForCausalLM", "AutoPeftModelForCausalLM") if is_adapter else load
-        yield page.card(page.command("Use the model", ask) + page.command("In Python", load))
+        yield page.card(page.command("Use the model", use) + page.command("In Python", load))
     if run.facts.command:
         hosts = {host for host, _ in run.facts.ranks}
         note = f'<p class="muted">on each of {len(hosts)} machines; see docs/cluster.md</p>' if len(hosts) > 1 else ""

@@ -91,6 +91,7 @@ def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> 
     if recipe.save.best and state.best_score is not None and step == state.best_step:
         score = evaluation.show_score(state, state.best_score)
         engine.world.screen.print(f"the model is that of step {step}, the best evaluation: {score}")
+    run.model_step = step
     return step
 
 
@@ -100,7 +101,7 @@ def _best_checkpoint(run: Run, world: ProcessGroup) -> ShardReader | None:
     problem, found = verify_share(folder, world)
     if problems := [text for text in world.gather(problem) if text]:
         text = f"{folder}: {problems[0]}; the model is that of the last step, {run.state.step}, not of the best one"
-        world.screen.print(styled(("best checkpoint not used", "bold red"), f": {text}"))
+        world.screen.print_always(styled(("best checkpoint not used", "bold red"), f": {text}"))
         return None
     assert found is not None
     return ShardReader(folder, found[0])

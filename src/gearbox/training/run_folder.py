@@ -59,6 +59,8 @@ class Run:
     """The manifest of that checkpoint."""
     saved_step: int = 0
     """The step of the newest checkpoint in this folder."""
+    model_step: int | None = None
+    """The step of the saved model; None before it is saved."""
     has_begun: bool = False
     """True if the run has taken a step in this process."""
 
@@ -132,7 +134,10 @@ class Run:
     def write_report(self, status: str = "", text: str = "") -> None:
         """Write report.html and loss.png, with this status or that of status.json. No failure stops the run."""
         try:
-            known = {"outcome": status, "text": text, "time": time.strftime(run_facts.TIME_FORMAT)} if status else None
+            known: dict[str, object] | None = None
+            if status:
+                known = {"outcome": status, "text": text, "time": time.strftime(run_facts.TIME_FORMAT)}
+                known |= self._of_model()
             run_report.write(self.folder, known)
         except Exception as error:  # for a full disk and for a mistake in the page alike
             why = one_line_with_type(error)
@@ -149,9 +154,13 @@ class Run:
                 run=str(self.folder),
                 step=self.state.step,
                 saved_step=self.saved_step,
+                **self._of_model(),
                 pid=os.getpid(),
                 host=socket.gethostname(),
             )
+
+    def _of_model(self) -> dict[str, int]:
+        return {} if self.model_step is None else {"model_step": self.model_step}
 
 
 def rows_key(corpus_digest: str, rows: PackedRows) -> str:
