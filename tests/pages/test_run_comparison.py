@@ -61,6 +61,7 @@ def test_only_small_files_remain(compare, tmp_path):
     ]  # fmt: skip
     assert sorted(path.name for path in (folder / "fsdp-2").iterdir()) == [
         "lock", "loss.png", "metrics.jsonl", "report.html", "resolved.yaml", "run.json", "status.json", "tensorboard",
+        "trackers.json",
     ]  # fmt: skip
     page = (folder / "parity.html").read_text()
     assert page.count("<figure") == 6 and page.count("data-name=") == 2 * 2 + 4 * 1

@@ -91,6 +91,8 @@ KEYS = {
     "run.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume_if_exists resume_checkpoint",
     "run.hang_timeout": "ddp_timeout timeout",
     "run.max_bad_steps": "loss_watchdog_patience",
+    "run.log_every": "logging_steps log_every_n_steps log_interval log_freq",
+    "run.profile": "profiler use_profiler profile_steps",
     "run.trackers": "report_to log_with metric_logger logger_type use_tensorboard",
 }
 """For each key or group of a recipe, the names that mean the same elsewhere."""
@@ -105,8 +107,7 @@ ADVICE = {
     GEAR: "bf16 fp16 tf32 dtype torch_dtype precision mixed_precision half_precision_backend bf16_full_eval float16",
     ENGINE: "deepspeed fsdp fsdp_config deepspeed_config strategy fsdp_transformer_layer_cls_to_wrap",
     "remove it: the gear sets the number of processes (num_processes)": "devices num_gpus n_gpu world_size num_nodes",
-    LOGGED: """
-        logging_steps log_every_n_steps logging_strategy log_level wandb_watch plot_loss logging_first_step""",
+    LOGGED: "logging_strategy log_level wandb_watch plot_loss logging_first_step",
     PROJECT: "wandb_project wandb_entity wandb use_wandb comet_project_name mlflow_experiment_name swanlab_project",
     "use schedule.warmup, with a share such as 3%": "warmup_ratio lr_warmup_fraction warmup_fraction lr_warmup_ratio",
     "use schedule.decay, with a share such as 20%": "decay_ratio lr_decay_ratio decay_fraction cooldown_fraction",
@@ -122,7 +123,7 @@ ADVICE = {
         dataset_num_proc preprocessing_num_workers dataloader_num_workers num_workers num_proc dataset_prepared_path
         overwrite_cache dataloader_pin_memory""",
     "remove it, and use run.resume: never": "overwrite_output_dir",
-    "remove it: runs stay on this machine, and are saved as safetensors": """
+    "remove it: models are safetensors, and only src/export.py RUN --push ID uploads one": """
         push_to_hub hub_model_id hub_token save_safetensors hub_strategy""",
     "remove it: documents in a row never see each other, and are shuffled by train.seed": """
         group_by_length shuffle shuffle_seed pad_to_sequence_len pad_to_multiple_of""",
