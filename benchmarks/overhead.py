@@ -27,12 +27,18 @@ sys.path[:0] = [str(ROOT / "src")]
 import psutil  # noqa: E402
 
 import train  # noqa: E402
+from gearbox.launch.report_process import ReportProcess  # noqa: E402
 from gearbox.metrics.clock import StepClock  # noqa: E402
 from gearbox.metrics.profile import Profiler  # noqa: E402
 from gearbox.metrics.recorder import Metrics  # noqa: E402
 from gearbox.training import loop, run_folder  # noqa: E402
 
-RECORDERS: list[tuple[type, str]] = [(Metrics, "step"), (StepClock, "begin"), (Profiler, "after")]
+RECORDERS: list[tuple[type, str]] = [
+    (Metrics, "step"),
+    (StepClock, "begin"),
+    (Profiler, "after"),
+    (ReportProcess, "start_if_due"),
+]
 """What is recorded at each step. Trackers and the files of a run are written inside Metrics.step."""
 WARM_UP = 2  # steps that count for nothing
 LIMIT = 0.01  # of a step
