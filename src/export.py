@@ -12,7 +12,7 @@ Usage: python src/export.py RUN|CHECKPOINT|FOLDER [--output FOLDER] [--merge] [-
     --public               make the repository that --push creates public
     --base FOLDER_OR_ID    where the base is now, if it has moved
     --force                replace an earlier export in the output folder
-    --trust-remote-code    run the code shipped with the model
+    --trust_remote_code    run the code shipped with the model
 
 A merge is refused if the merged model differs from its adapter, or equals its base. If anything is wrong, no folder is
 left.
@@ -27,6 +27,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -42,6 +43,7 @@ GGUF_TYPES = ("f16", "bf16", "f32", "q8_0")
 def main(arguments: list[str]) -> None:
     """Export, verify and push, and print what was done."""
     options = parse(arguments)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # PEFT imports DeepSpeed, which would warn if it finds no GPU
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing half written is left
 
     with cli.importing("transformers"):
@@ -79,7 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--output", type=Path)
-    for name in ("--merge", "--public", "--force", "--trust-remote-code"):
+    for name in ("--merge", "--public", "--force", "--trust_remote_code"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--gguf", nargs="?", const="f16", choices=GGUF_TYPES)

@@ -47,7 +47,7 @@ class Difference:
     """Share of positions at which both find the same token most likely."""
 
     def __str__(self) -> str:
-        return f"{self.distance:.1e} of the logits' spread, KL {self.kl:.1e}, same next token {self.same_token:.1%}"
+        return f"{self.distance:.1e} of the logits' spread, KL {max(0.0, self.kl):.1e}, same next token {self.same_token:.1%}"
 
 
 def texts_of(source: Source, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> list[list[int]]:

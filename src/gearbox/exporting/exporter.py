@@ -176,7 +176,8 @@ def _expected(found: Loaded, texts: list[list[int]], options: Options, result: R
     result.merge = facts
     screen.print(f"the adapter moves the base by {facts.effect}")
     screen.print(f"merged in fp32, it differs from the adapter by {facts.exact}")
-    screen.print(f"merged in {result.dtype}, it differs from the adapter by {facts.rounded}")
+    if found.dtype != torch.float32:
+        screen.print(f"merged in {result.dtype}, it differs from the adapter by {facts.rounded}")
     if facts.effect.distance <= comparing.FLOOR:
         screen.print("hint: the adapter changes nothing yet; the merged model equals its base")
     comparing.check_merge(facts, result.dtype)

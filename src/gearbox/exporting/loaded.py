@@ -97,7 +97,7 @@ def _model_of(source: Source, trust_remote_code: bool) -> Model:
 
 def _origin(source: Source, model: Model) -> Pretrained:
     """Return the model to load: the base, or the saved model itself. Raise UserError if it is missing or changed."""
-    switch = "--trust-remote-code"
+    switch = "--trust_remote_code"
     if source.manifest is None and not source.is_adapter:
         return Pretrained(str(source.folder), None, model.trust_remote_code, "SOURCE", switch)
     if not source.base:
