@@ -47,7 +47,7 @@ class Difference:
     """Share of positions at which both find the same token most likely."""
 
     def __str__(self) -> str:
-        return f"{self.distance:.1e} of the logits' spread, KL {max(0.0, self.kl):.1e}, same next token {self.same_token:.1%}"
+        return f"{self.distance:.1e} of the logits' spread, KL {self.kl:.1e}, same next token {self.same_token:.1%}"
 
 
 def texts_of(source: Source, tokenizer: PreTrainedTokenizerFast, limit: int | None) -> list[list[int]]:
@@ -90,7 +90,7 @@ def difference(first: torch.Tensor, second: torch.Tensor) -> Difference:
     ours, theirs = (torch.log_softmax(one[:, :width], -1) for one in (first, second))
     spread = (ours - ours.mean(-1, keepdim=True)).square().mean().sqrt()
     distance = (ours - theirs).square().mean().sqrt() / spread.clamp(min=1e-12)
-    kl = (ours.exp() * (ours - theirs)).sum(-1).mean()
+    kl = (ours.exp() * (ours - theirs)).sum(-1).mean().clamp(min=0)  # rounding
     return Difference(float(distance), float(kl), float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()))
 
 

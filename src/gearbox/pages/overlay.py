@@ -75,7 +75,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
             _, _, unit, direction = RESULTS[place]
             value = columns[place][number]
             text = value_label(value, unit) if math.isfinite(value) else "-"
-            is_best = direction and len(runs) > 1 and value == _best(columns[place], direction)
+            is_best = direction and text == _best(columns[place], unit, direction)
             cells.append(f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>")
         tokens = run.column("tokens").last
         facts = run.facts
@@ -93,12 +93,12 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
     return page.html_table(lines, [*head, "started"], "num")
 
 
-def _best(values: Sequence[float], direction: int) -> float | None:
-    """Return the best of different values, or None if all are equal."""
+def _best(values: Sequence[float], unit: str, direction: int) -> str | None:
+    """Return the best of different values as it is shown, or None if all look equal."""
     finite = [value for value in values if math.isfinite(value)]
-    if len(set(finite)) < 2:
+    if len({value_label(value, unit) for value in finite}) < 2:
         return None
-    return max(finite) if direction > 0 else min(finite)
+    return value_label(max(finite) if direction > 0 else min(finite), unit)
 
 
 def _different_keys(runs: Sequence[RunData]) -> Iterator[list[str]]:
