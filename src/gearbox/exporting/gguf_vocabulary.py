@@ -58,6 +58,8 @@ def division_of(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def add_to(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_rows: int, stops: list[int]) -> None:
     """Add tokens, merges, special tokens and the chat template. `num_rows` is the number of rows of the embedding."""
+    from gguf import GGUFValueType, Keys
+
     division = division_of(tokenizer)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     merges = [pair if isinstance(pair, list) else pair.split(" ", 1) for pair in content["model"]["merges"]]
@@ -70,7 +72,8 @@ def add_to(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_rows: int
         writer.add_token_scores(_scores(tokens, merges))
         writer.add_add_space_prefix(_adds_space(content))
     else:
-        writer.add_token_merges([" ".join(pair) for pair in merges])
+        strings = GGUFValueType.STRING
+        writer.add_key_value(Keys.Tokenizer.MERGES, [" ".join(pair) for pair in merges], GGUFValueType.ARRAY, strings)
     _add_special(writer, tokenizer, stops)
     template = tokenizer.chat_template
     if isinstance(template, dict):
