@@ -11,12 +11,7 @@ from gguf import GGUFReader
 from gearbox.errors import UserError
 from gearbox.exporting import gguf_file, gguf_vocabulary
 from support.exports import TOKENIZER, export, verify_here, write_model
-
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-GEMMA = {"sliding_window": 16, "query_pre_attn_scalar": 16}
+from support.rotations import GEMMA, LLAMA3
 
 
 @pytest.fixture(autouse=True)

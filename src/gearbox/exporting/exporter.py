@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VLLM_RANK = 16  # the largest rank that vLLM takes unless it is told
 RESERVE = 64 * 2**20  # bytes for tokenizer, card and the file system
 SAME_WITH_GGUF = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2, "q8_0": 0.25}
 """Largest distance of a GGUF file's logits from the folder's, by type (see `comparing.Difference`)."""
@@ -104,6 +105,8 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
                 base=source.base,
             )
             result.answer = fresh.run(job)
+            if (aside / ADAPTER).is_file():
+                _print_hints(filesystem.read_json_object(aside / ADAPTER), screen)
         result.reloaded = _checked(expected, job, comparing.SAME, "the exported folder")
         if options.gguf:
             with status(screen, f"writing {options.gguf} as GGUF"):
@@ -235,6 +238,21 @@ def _add_older_keys(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     if isinstance(template, str):
         settings["chat_template"] = template
     filesystem.atomic_write(path, card.as_json(settings))
+
+
+def _print_hints(settings: Raw, screen: Screen) -> None:
+    """Print what servers of adapters refuse in this one, or do wrong without a word."""
+    names = {
+        "use_dora": "DoRA",
+        "modules_to_save": "whole layers",
+        "trainable_token_indices": "added tokens",
+        "target_parameters": "adapted experts",
+    }
+    if refused := [name for key, name in names.items() if settings.get(key)]:
+        screen.print(f"hint: vLLM and TGI do not serve an adapter with {' or '.join(refused)}; add --merge for them")
+    rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+    if rank > VLLM_RANK:
+        screen.print(f"hint: vLLM takes an adapter of rank {rank} only with --max-lora-rank")
 
 
 def _older_rotation(settings: Raw) -> Raw:
