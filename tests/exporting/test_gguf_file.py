@@ -11,12 +11,7 @@ from gguf import GGUFReader
 from gearbox.errors import UserError
 from gearbox.exporting import gguf_file, gguf_vocabulary
 from support.exports import TOKENIZER, export, verify_here, write_model
-
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-GEMMA = {"sliding_window": 16, "query_pre_attn_scalar": 16}
+from support.rotations import GEMMA, LLAMA3
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +23,7 @@ def here(monkeypatch):
     ("family", "kind", "sizes", "limit"),
     [
         ("llama", "f32", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, 1e-6),
+        ("mistral", "f16", {"sliding_window": None}, 1e-2),
         ("qwen2", "q8_0", {}, 0.1),
         ("qwen3", "bf16", {"head_dim": 32}, 5e-2),
         ("gemma3_text", "f16", GEMMA, 1e-2),
@@ -41,6 +37,8 @@ def test_a_gguf_file_answers_like_its_folder(tmp_path, family, kind, sizes, limi
     read = GGUFReader(folder / f"x-{kind.upper()}.gguf")
     assert read.fields["tokenizer.chat_template"].contents().count("assistant")
     assert read.fields["tokenizer.ggml.eos_token_id"].contents() == 3
+    assert read.fields["tokenizer.ggml.merges"].contents() == [], "llama.cpp loads no file without this key"
+    assert len(read.fields["tokenizer.ggml.tokens"].contents()) == 260, "llama.cpp wants a token for each row"
     names = {tensor.name for tensor in read.tensors}
     assert ("rope_freqs.weight" in names) == ("rope_parameters" in sizes)
 

@@ -24,15 +24,16 @@ from gearbox.exporting import card, comparing, fresh, gguf_file, loaded
 from gearbox.exporting.comparing import Difference, MergeFacts
 from gearbox.exporting.loaded import Loaded
 from gearbox.exporting.merging import MergedTensors
-from gearbox.exporting.source import ADAPTER, Source
+from gearbox.exporting.source import ADAPTER, Raw, Source
 from gearbox.model import adapters, export
 from gearbox.sharding.sharded_state import persistent_buffers
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VLLM_RANK = 16  # the largest rank that vLLM takes unless it is told
 RESERVE = 64 * 2**20  # bytes for tokenizer, card and the file system
 SAME_WITH_GGUF = {"f32": 1e-3, "f16": 2e-2, "bf16": 5e-2, "q8_0": 0.25}
 """Largest distance of a GGUF file's logits from the folder's, by type (see `comparing.Difference`)."""
@@ -88,6 +89,7 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
             else:
                 _write_adapter(source, found, options, aside)
             found.tokenizer.save_pretrained(aside)
+            _add_older_keys(aside, found.tokenizer)
             card.write(source, result, found.origin, options.command, aside)
         found.model = cast("PreTrainedModel", None)  # the fresh processes need its memory
         del tensors
@@ -103,6 +105,8 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
                 base=source.base,
             )
             result.answer = fresh.run(job)
+            if (aside / ADAPTER).is_file():
+                _print_hints(filesystem.read_json_object(aside / ADAPTER), screen)
         result.reloaded = _checked(expected, job, comparing.SAME, "the exported folder")
         if options.gguf:
             with status(screen, f"writing {options.gguf} as GGUF"):
@@ -211,6 +215,58 @@ def _write_adapter(source: Source, found: Loaded, options: Options, folder: Path
     weights = {name: t.detach() for name, t in named if t.requires_grad or name in also}
     weights = {name: tensor.to(cast_to or tensor.dtype) for name, tensor in weights.items()}
     export.save_adapter(cast("PeftModel", found.model), weights, base, folder)
+
+
+def _add_older_keys(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Add what transformers 4 and programs on it read under other names: the rotary base, the tokenizer's class and
+    its chat template. Without them such a program refuses the folder, or computes with another rotary base.
+    """
+    path = folder / "config.json"
+    if path.is_file():
+        settings = filesystem.read_json_object(path)
+        for group in (settings, settings.get("text_config") or {}):
+            group.update({key: value for key, value in _older_rotation(group).items() if key not in group})
+            if "dtype" in group:
+                group.setdefault("torch_dtype", group["dtype"])
+        filesystem.atomic_write(path, card.as_json(settings))
+    path = folder / "tokenizer_config.json"
+    settings = filesystem.read_json_object(path)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    filesystem.atomic_write(path, card.as_json(settings))
+
+
+def _print_hints(settings: Raw, screen: Screen) -> None:
+    """Print what servers of adapters refuse in this one, or do wrong without a word."""
+    names = {
+        "use_dora": "DoRA",
+        "modules_to_save": "whole layers",
+        "trainable_token_indices": "added tokens",
+        "target_parameters": "adapted experts",
+    }
+    if refused := [name for key, name in names.items() if settings.get(key)]:
+        screen.print(f"hint: vLLM and TGI do not serve an adapter with {' or '.join(refused)}; add --merge for them")
+    rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+    if rank > VLLM_RANK:
+        screen.print(f"hint: vLLM takes an adapter of rank {rank} only with --max-lora-rank")
+
+
+def _older_rotation(settings: Raw) -> Raw:
+    """Return the rotary positions of a config under the keys of transformers 4."""
+    given = settings.get("rope_parameters") or {}
+    local = given.get("sliding_attention") if str(settings.get("model_type")).startswith("gemma3") else None
+    full = given["full_attention"] if local else given
+    if "rope_theta" not in full:
+        return {}
+    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    older = {key: full[key] for key in ("rope_theta", "partial_rotary_factor") if key in full}
+    older |= {"rope_scaling": scaling} if full.get("rope_type", "default") != "default" else {}
+    return older | ({"rope_local_base_freq": local["rope_theta"]} if local else {})
 
 
 def _checked(expected: torch.Tensor, job: fresh.Job, limit: float, name: str) -> Difference:

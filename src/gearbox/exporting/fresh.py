@@ -105,7 +105,7 @@ def main(job: Job) -> dict[str, str]:
 def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | PeftModel, list[str]]:
     """Return the model and what is wrong with its weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     from gearbox.model.loading import keep_storage, nf4
     from gearbox.sharding.unwrap import is_composite, model_class, without_adapter
@@ -125,6 +125,10 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
     else:
         options |= {"dtype": "auto", "use_safetensors": True}
     config = AutoConfig.from_pretrained(name, trust_remote_code=job.trust_remote_code)
+    if (
+        job.gguf and config.model_type == "mistral"
+    ):  # a GGUF file holds it as a Llama, and transformers needs to be told
+        config = LlamaConfig.from_dict({k: v for k, v in config.to_dict().items() if k != "model_type"})
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
     if job.is_quantized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -77,7 +78,7 @@ def write(folder: Path, kind: str, name: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     family = FAMILIES[config.model_type]
     file_name = f"{name}-{kind.upper()}.gguf"
-    writer = gguf.GGUFWriter(folder / file_name, family.architecture)
+    writer = _writer(folder / file_name, family.architecture)
     tensors = {one.name: one for one in _tensors(folder, config, family)}
     _add_settings(writer, config, family, kind, name)
     rows = tensors["token_embd.weight"].shape[0]
@@ -98,6 +99,21 @@ def write(folder: Path, kind: str, name: str) -> str:
         del values
     writer.close()
     return file_name
+
+
+def _writer(path: Path, architecture: str) -> GGUFWriter:
+    """Return a writer that can write an empty list: llama.cpp wants the merges of a tokenizer even if it has none."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(
+            self, val: object, vtype: gguf.GGUFValueType, add_vtype: bool, sub_type: gguf.GGUFValueType | None = None
+        ) -> bytes:
+            if val == [] and sub_type is not None:
+                return (struct.pack("<I", vtype) if add_vtype else b"") + struct.pack("<IQ", sub_type, 0)
+            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
+
+    return Writer(path, architecture)
 
 
 @dataclass(frozen=True)

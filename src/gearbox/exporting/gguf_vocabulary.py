@@ -58,6 +58,8 @@ def division_of(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def add_to(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_rows: int, stops: list[int]) -> None:
     """Add tokens, merges, special tokens and the chat template. `num_rows` is the number of rows of the embedding."""
+    from gguf import GGUFValueType, Keys
+
     division = division_of(tokenizer)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     merges = [pair if isinstance(pair, list) else pair.split(" ", 1) for pair in content["model"]["merges"]]
@@ -70,8 +72,9 @@ def add_to(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_rows: int
         writer.add_token_scores(_scores(tokens, merges))
         writer.add_add_space_prefix(_adds_space(content))
     else:
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-    _add_special(writer, tokenizer, stops)
+        strings = GGUFValueType.STRING
+        writer.add_key_value(Keys.Tokenizer.MERGES, [" ".join(pair) for pair in merges], GGUFValueType.ARRAY, strings)
+    _add_special(writer, tokenizer, stops, num_rows)
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -80,10 +83,13 @@ def add_to(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, num_rows: int
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, num_rows: int, is_spm: bool) -> tuple[list[str], list[int]]:
-    """Return the text and the kind of each token. Rows of the embedding without a token are unused."""
+    """Return the text and the kind of each row of the embedding. Rows without a token are unused.
+
+    A token without a row is left out: llama.cpp loads no file with more tokens than rows.
+    """
     by_id, added = {i: token for token, i in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     tokens, kinds = [], []
-    for i in range(max(num_rows, max(by_id) + 1)):
+    for i in range(num_rows):
         tokens.append(by_id.get(i, f"[PAD{i}]"))
         if i not in by_id:
             kinds.append(UNUSED)
@@ -108,7 +114,7 @@ def _adds_space(content: Raw) -> bool:
     return '"Prepend"' in json.dumps(content["normalizer"]) or '"always"' in json.dumps(content["pre_tokenizer"])
 
 
-def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, stops: list[int]) -> None:
+def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, stops: list[int], num_rows: int) -> None:
     """Add the tokens with a meaning. Generation stops at the token that ends an answer, and at the end of a text."""
     for token, add in (
         (tokenizer.bos_token_id, writer.add_bos_token_id),
@@ -116,7 +122,7 @@ def _add_special(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, stops: 
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
-        if token is not None:
+        if token is not None and token < num_rows:
             add(token)
     if others := [token for token in stops if token != tokenizer.eos_token_id]:
         writer.add_eot_token_id(others[0])
