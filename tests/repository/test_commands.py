@@ -58,7 +58,10 @@ def test_command(clone, line):
 
 def test_the_commands_leave_these_runs(clone):
     runs = sorted(path.name for path in (clone / "runs").glob("tiny-*"))
-    ddp, single = [f"tiny-ddp{end}" for end in ("", "-2", "-3")], [f"tiny-single{end}" for end in ("", "-2", "-3")]
+    ddp, single = (
+        [f"tiny-ddp{end}" for end in ("", "-2", "-3", "-4")],
+        [f"tiny-single{end}" for end in ("", "-2", "-3")],
+    )
     assert runs == [*ddp, "tiny-ep", *single, "tiny-zero3"]
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
     assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
