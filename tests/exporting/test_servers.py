@@ -1,7 +1,7 @@
 """Test that exports keep the rules of the servers that load them. The rules are retold from the sources.
 
-- vLLM, main branch: model_executor/model_loader/default_loader.py of commit 00b5ad07, lora/lora_model.py of 0306474e,
-  lora/peft_helper.py and lora/utils.py of e745baff and 001e63a8, config/lora.py of 01230b40.
+- vLLM, main branch: default_loader.py of commit 00b5ad07, lora_model.py of 0306474e, peft_helper.py of e745baff.
+  In lora/utils.py it is 001e63a8, and in config/lora.py 01230b40.
 - Text Generation Inference 3.3.7, which pins transformers 4.51.3: server/utils/hub.py, server/utils/adapter.py,
   server/adapters/lora.py and router/src/server.rs.
 """

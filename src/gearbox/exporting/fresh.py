@@ -25,7 +25,7 @@ from gearbox.launch.environment import without_launcher
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 NEW_TOKENS = 8
 QUESTION = "What is 12 + 30? Answer with the number only."
@@ -105,7 +105,7 @@ def main(job: Job) -> dict[str, str]:
 def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | PeftModel, list[str]]:
     """Return the model and what is wrong with its weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     from gearbox.model.loading import keep_storage, nf4
     from gearbox.sharding.unwrap import is_composite, model_class, without_adapter
@@ -124,11 +124,7 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
         options |= {"dtype": torch.float32}
     else:
         options |= {"dtype": "auto", "use_safetensors": True}
-    config = AutoConfig.from_pretrained(name, trust_remote_code=job.trust_remote_code)
-    if (
-        job.gguf and config.model_type == "mistral"
-    ):  # a GGUF file holds it as a Llama, and transformers needs to be told
-        config = LlamaConfig.from_dict({k: v for k, v in config.to_dict().items() if k != "model_type"})
+    config = _config(name, job)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
     if job.is_quantized:
@@ -150,6 +146,16 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
     if head is not None and (head.weight is embedding.weight) != tied:
         problems.append(f"tie_word_embeddings is {tied}, but the head is {'' if tied else 'not '}a separate weight")
     return model, problems
+
+
+def _config(name: str, job: Job) -> PretrainedConfig:
+    """Return the config. A GGUF file holds Mistral as a Llama, and transformers needs to be told."""
+    from transformers import AutoConfig, LlamaConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=job.trust_remote_code)
+    if job.gguf and config.model_type == "mistral":
+        return LlamaConfig.from_dict({key: value for key, value in config.to_dict().items() if key != "model_type"})
+    return config
 
 
 def _problems_of_files(folder: Path) -> Iterator[str]:
