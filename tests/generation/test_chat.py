@@ -281,7 +281,7 @@ def test_find_model(tmp_path, monkeypatch):
     assert find_model("runs/first") == find_model("runs/first/model") == "runs/first/model"
     assert find_model("org/name-1.5B") == "org/name-1.5B"
     for name, said in (
-        ("runs/firts", "contains no model; a run saves its model to runs/<name>/model; did you mean 'first'?"),
+        ("runs/first1", "contains no model; a run saves its model to runs/<name>/model; did you mean 'first'?"),
         ("runs/going", "the run has not saved its model yet; write that of a checkpoint to a folder with: python src/"),
         ("runs/going/checkpoints/step-3", "is a checkpoint; write its model to a folder with: python src/export.py"),
         ("runs", "contains no model"),
