@@ -29,12 +29,14 @@ class FullParameters:
         device: torch.device,
         only_trainable: bool,
         also: Container[str] = (),
+        saved: ShardReader | None = None,
     ) -> None:
         """List the tensors. With `only_trainable`, include only frozen ones that `also` names.
 
-        `device` receives tensors of other ranks.
+        `device` receives tensors of other ranks. `saved` is a checkpoint whose values replace those of the model. What
+        it lacks is frozen, so it comes from the model.
         """
-        self.world, self.device = world, device
+        self.world, self.device, self.saved = world, device, saved
         tensors = [*resharded_parameters(model), *persistent_buffers(model)]
         self._own = {name: t for name, t in tensors if t.requires_grad or not only_trainable or name in also}
         shapes = {name: tuple(shard_of(name, tensor).full_shape) for name, tensor in self._own.items()}
@@ -56,6 +58,15 @@ class FullParameters:
 
         A tensor that this process holds in full is not copied. This keeps no tensor while it gathers the next one.
         """
+        for name, tensor in self._gathered():
+            if self.saved is not None and (name in self.saved.shapes or self.saved.kinds(name)):
+                kind = "parameter" if name in self.saved.shapes else "buffer"
+                tensor = self.saved.read(kind, name).view(tensor.shape)
+            yield name, tensor
+            del tensor  # so that it is not kept while the next one is gathered
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield on rank 0 the tensors of the model. All ranks gather them together."""
         for name, tensor in self._own.items():
             if self.arrive_here:
                 yield name, shard_of(name, tensor).full().detach().cpu()
@@ -81,35 +92,6 @@ class FullParameters:
         received = torch.empty(shape, dtype=dtype, device=self.device)
         torch.distributed.recv(received, holder)
         return received.cpu()
-
-
-class SavedParameters(FullParameters):
-    """Full parameters, with the values that a checkpoint has of them if one is given.
-
-    What a checkpoint lacks is frozen, so it comes from the model.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        world: World,
-        device: torch.device,
-        only_trainable: bool,
-        also: Container[str] = (),
-        saved: ShardReader | None = None,
-    ) -> None:
-        """List the tensors. See `FullParameters`."""
-        super().__init__(model, world, device, only_trainable, also)
-        self.saved = saved
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield on rank 0 the name of each tensor, and the tensor on the CPU."""
-        for name, tensor in super().__iter__():
-            if self.saved is not None and (name in self.saved.shapes or self.saved.kinds(name)):
-                kind = "parameter" if name in self.saved.shapes else "buffer"
-                tensor = self.saved.read(kind, name).view(tensor.shape)
-            yield name, tensor
-            del tensor  # so that it is not kept while the next one is gathered
 
 
 @torch.no_grad()

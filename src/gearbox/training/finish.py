@@ -25,7 +25,7 @@ from gearbox.model import adapters, export
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan
 from gearbox.rows.splits import TrainingRows
-from gearbox.sharding.full_parameters import SavedParameters
+from gearbox.sharding.full_parameters import FullParameters
 from gearbox.training import evaluation
 from gearbox.training.run_folder import Run, verify_share
 
@@ -75,7 +75,7 @@ def save_model(engine: Engine, tokenizer: PreTrainedTokenizerFast, run: Run) -> 
     recipe, state, best = engine.job.recipe, run.state, None
     if recipe.save.best and state.best_step not in (0, state.step):
         best = _best_checkpoint(run, engine.world)
-    parameters = SavedParameters(
+    parameters = FullParameters(
         engine.unwrapped,
         engine.world,
         engine.device,
