@@ -18,6 +18,7 @@ import yaml
 from gearbox import filesystem
 from gearbox.config.recipe import LOCAL_ENDINGS
 from gearbox.exporting.source import Raw, Source
+from gearbox.metrics.metrics_file import perplexity
 from gearbox.model.pretrained import Pretrained
 from gearbox.redact import redacted
 
@@ -165,7 +166,7 @@ def _numbers(source: Source, result: Result) -> str:
     if held is not None:
         loss = held["eval_loss"]
         lines.append(("held-out loss", f"{loss:.4f} at step {held.get('step')}"))
-        lines.append(("held-out perplexity", f"{math.exp(min(loss, 700)):.4g}"))
+        lines.append(("held-out perplexity", f"{perplexity(loss):.4g}"))
     lines.append(("dtype", result.dtype))
     if source.recipe is not None:
         lines.append(("data", ", ".join(f"`{_plain(one.path)}`" for one in source.recipe.data.sources)))

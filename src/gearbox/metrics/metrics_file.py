@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from gearbox import filesystem
 
 MAX_LINE_BYTES = 2**20  # a longer line is not one of ours; it counts as several bad lines
 Record = dict[str, Any]
+LARGEST_LOG = 700.0  # exp of more is infinite
 MAX_STEP = 2**53  # larger numbers are not exact as floats
 
 
@@ -80,3 +82,8 @@ def drop_after(path: Path, step: int, evaluated: int) -> tuple[Records, Path]:
         filesystem.sync(aside)
     filesystem.atomic_write(path, "".join(json.dumps(record) + "\n" for record in kept))
     return Records(kept, found.bad), aside
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a held-out loss; infinite if the loss is too large for a float, or not finite."""
+    return math.exp(loss) if loss < LARGEST_LOG else math.inf

@@ -27,7 +27,6 @@ from gearbox.redact import redacted
 from gearbox.rows.batches import StepBatch
 
 JsonScalar = str | int | float | bool | None
-LARGEST_LOG = 700.0  # exp of more is infinite
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class Metrics:
 
     def evaluation(self, loss: float, exact_match: float | None = None, metric: float | None = None) -> None:
         """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
-        perplexity = math.exp(loss) if loss < LARGEST_LOG else math.inf
+        perplexity = metrics_file.perplexity(loss)
         optional = {"eval_exact_match": exact_match, "eval_metric": metric}
         given = {name: number for name, number in optional.items() if number is not None}
         self.log(eval_loss=loss, eval_perplexity=perplexity, **given)

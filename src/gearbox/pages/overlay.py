@@ -8,10 +8,11 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
+from gearbox.metrics.metrics_file import perplexity
 from gearbox.pages import charts, page
 from gearbox.pages.charts import Chart, Line
 from gearbox.pages.run_data import Column, RunData
-from gearbox.pages.run_report import WORDS, day, duration, perplexity, shown_value
+from gearbox.pages.run_report import WORDS, day, duration, shown_value
 from gearbox.pages.scale import compact, moving_mean, value_label
 
 NOT_SHOWN = {"run.name", "run.dir"}  # keys that differ in every pair of runs

@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from gearbox.launch.topology import format_rank_table
+from gearbox.metrics.metrics_file import perplexity
 from gearbox.pages import charts, page, picture, run_charts, run_data
 from gearbox.pages.run_data import Answer, RunData
 from gearbox.pages.run_facts import TIME_FORMAT
@@ -150,14 +151,6 @@ def _sizes(run: RunData) -> Iterator[str]:
         trained_weights, all_weights = run.facts.num_weights_trained, run.facts.num_weights
         of_all = "all are trained" if trained_weights == all_weights else f"of {compact(all_weights)} weights"
         yield page.tile("trained weights", compact(trained_weights), of_all)
-
-
-def perplexity(loss: float) -> float:
-    """Return the perplexity of a held-out loss; infinite if it is too large for a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def _commands(run: RunData) -> Iterator[str]:
