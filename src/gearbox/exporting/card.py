@@ -18,6 +18,7 @@ import yaml
 from gearbox import filesystem
 from gearbox.config.recipe import LOCAL_ENDINGS
 from gearbox.exporting.source import Raw, Source
+from gearbox.metrics import metrics_file
 from gearbox.metrics.metrics_file import perplexity
 from gearbox.model.pretrained import Pretrained
 from gearbox.redact import redacted
@@ -178,18 +179,10 @@ def _numbers(source: Source, result: Result) -> str:
 
 def _metrics(source: Source) -> list[Raw]:
     """Return the lines of metrics.jsonl up to the exported step."""
-    path = None if source.run is None else source.run / "metrics.jsonl"
-    if path is None or not path.is_file():
+    if source.run is None:
         return []
-    found = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # a kill may have cut the last line
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and line["step"] <= (source.step or 2**53):
-            found.append(line)
-    return found
+    found = metrics_file.read(source.run / "metrics.jsonl").good
+    return [line for line in found if line["step"] <= (source.step or 2**53)]
 
 
 def _curve(source: Source, folder: Path) -> str:
