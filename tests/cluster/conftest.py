@@ -1,8 +1,9 @@
-"""Fixtures: a real Slurm of two nodes, a clone of the repository, and jobs that run a stub launcher."""
+"""Fixtures: a real Slurm of two nodes, two hosts, a clone of the repository, and jobs that run a stub launcher."""
 
 import pytest
 
 from support import slurm as slurms
+from support.hosts import two_hosts
 from support.slurm import DDP, TRAIN
 
 
@@ -12,6 +13,12 @@ def slurm(tmp_path_factory):
         pytest.skip(reason)
     with slurms.two_nodes(tmp_path_factory.mktemp("slurm")) as two:
         yield two
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with two_hosts() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.launch import outcome
 from support import clouds
-from support.hosts import two_hosts, why_not
+from support.hosts import why_not
 
 pytest.importorskip("sky", reason="skypilot is not installed: make clouds-test")
 pytestmark = [pytest.mark.long, pytest.mark.clouds, pytest.mark.cold, pytest.mark.root]
@@ -37,12 +37,6 @@ STEPS = 30
 def needed():
     if reason := why_not():
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def hosts():
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

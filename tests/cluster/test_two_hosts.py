@@ -45,12 +45,6 @@ def needed():
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module")
-def hosts():
-    with two_hosts() as made:
-        yield made
-
-
 class Job:
     """A job: one command on both hosts, in a folder that both can see."""
 
