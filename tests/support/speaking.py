@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,7 @@ class Terminal:
         line = [sys.executable, str(ROOT / "src" / script), *arguments]
         self.process, self.screen = pty.fork()
         if not self.process:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets its background jobs ignore it
             os.execve(sys.executable, line, os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"} | environment)
         self.output = ""
 
