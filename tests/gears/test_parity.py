@@ -8,7 +8,7 @@ from support.breakages import averaged_per_micro_batch, clipped_at_auto, schedul
 from support.gears import why_no_disk_operations
 from support.methods import METHODS
 
-STEPS = 20
+STEPS = 10
 # With its usual eps AdamW hides a constant factor in the gradients, such as another clip or a mean instead of a sum
 # over ranks. An eps near the gradients' size (0.5 / sqrt(120,000 weights) = 1.4e-3) makes the factor visible.
 FULL = (
@@ -68,9 +68,7 @@ def assert_same(outcome, reference, loss_tolerance: float, weight_tolerance: flo
     [
         ("ddp", 2),
         ("ddp", 3),
-        ("ddp", 4),
         ("fsdp", 2),
-        ("fsdp", 3),
         ("zero1", 2),
         ("zero2", 2),
         ("zero3", 2),

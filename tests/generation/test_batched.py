@@ -54,7 +54,7 @@ def scores(tmp_path):
         ("ddp", 4, ()),  # 12 places for 10 questions
         ("fsdp", 2, ("adapter.method=lora",)),
         ("zero3", 2, ()),
-        ("fsdp_tp", 4, ()),
+        ("tp", 2, ()),
         ("ulysses", 2, ()),
         ("ring", 2, ()),
         ("pp", 4, ("adapter.method=lora",)),
