@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
-from rich.console import Console
-
 from gearbox import filesystem
+from gearbox.console import Screen
 from gearbox.metrics import metrics_file
 from gearbox.redact import redacted, secrets
 
@@ -31,7 +30,7 @@ class AnswersFile:
     again.
     """
 
-    def __init__(self, folder: Path, screen: Console, evaluated: int) -> None:
+    def __init__(self, folder: Path, screen: Screen, evaluated: int) -> None:
         """Read the answers up to the step `evaluated`."""
         self.path, self.screen, self.evaluated = folder / "answers.jsonl", screen, evaluated
         self.lines: list[Line] = []
