@@ -57,7 +57,7 @@ class AnswersFile:
             text = "".join(json.dumps(redacted({**line}, known)) + "\n" for line in self.lines)
             filesystem.atomic_write(self.path, text)
         except OSError as error:
-            self.screen.print(f"{self.path} cannot be replaced: {error.strerror}; keeping its lines in memory")
+            self.screen.print(f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory")
             return
         with suppress(OSError):
             filesystem.sync(self.path)

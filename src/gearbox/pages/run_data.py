@@ -147,7 +147,7 @@ class RunData:
 
     def column(self, key: str) -> Column:
         """Return a column, empty if no line has its key."""
-        return self.columns.get(key) or Column()
+        return self.columns.get(key, Column())
 
 
 def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
