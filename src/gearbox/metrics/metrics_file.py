@@ -47,7 +47,7 @@ def take_over(path: Path, tell: Callable[[str], None]) -> Records:
         number = 1
         while (aside := path.with_name(f"{path.name}.unread-{number}")).exists():
             number += 1
-        path.replace(aside)
+        filesystem.rename(path, aside)
         tell(f"{path}: cannot be read: {error.strerror}; renamed to {aside.name}, and its lines are not used")
         return Records()
 
