@@ -3,10 +3,11 @@
 Usage: python src/report.py RUN [RUN ...] [--output PATH]
 
     RUN            a run's folder, such as runs/first
-    --output PATH  where to write the comparison of several runs (default: compare.html beside the first run)
+    --output PATH  where to write the page (default: report.html in the run, or compare.html beside the first run)
 
-With one run, this writes report.html and loss.png into its folder, from the files there, without torch. With several
-runs, the page compares their results and the keys of their recipes, and draws their curves by step and by tokens.
+With one run, this writes report.html and loss.png into its folder, from the files there, without torch; with --output
+only the page. With several runs, the page compares their results and the keys of their recipes, and draws their curves
+by step and by tokens. --output replaces other pages, but no other file.
 
 Exit codes: 0 written; 2 a user error.
 
@@ -17,8 +18,10 @@ Examples:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from gearbox.console import printable
 from gearbox.errors import UserError
 from gearbox.launch import cli
 
@@ -31,21 +34,33 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_intermixed_args(arguments)
     if not options.runs:
         raise UserError(f"usage: {cli.usage(__doc__)}")
-    if len(options.runs) == 1 and options.output is not None:
-        raise UserError(f"--output: is for several runs; the report of one run is {options.runs[0] / 'report.html'}")
 
     from gearbox.pages import overlay, run_data, run_report
 
-    output = options.output or options.runs[0].resolve().parent / "compare.html"
+    runs = []
+    for folder in options.runs:
+        try:
+            runs.append(run_data.read(folder))
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be read: {error.strerror or error}; change its permissions") from None
+    first, is_one = options.runs[0], len(runs) == 1
+    output: Path = options.output or (first / "report.html" if is_one else first.resolve().parent / "compare.html")
     try:
-        if len(options.runs) == 1:
-            output = options.runs[0] / "report.html"
-            run_report.write(options.runs[0])
+        if options.output is not None and os.path.lexists(output) and not _is_page(output):
+            raise UserError(f"--output: {output} is there and is not a page; give a name that ends in .html")
+        if not is_one:
+            overlay.write(output, runs)
+        elif options.output is not None:
+            run_report.write_page(output, runs[0])
         else:
-            overlay.write(output, [run_data.read(run) for run in options.runs])
+            run_report.write_files(runs[0])
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror or error}; give another place") from None
-    print(f"report: {output}")
+    print(f"report: {printable(str(output))}")
+
+
+def _is_page(path: Path) -> bool:
+    return path.suffix == ".html" and path.is_file() and not path.is_symlink()
 
 
 if __name__ == "__main__":

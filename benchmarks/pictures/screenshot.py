@@ -3,7 +3,6 @@
 import io
 import json
 import tempfile
-from contextlib import chdir
 from pathlib import Path
 
 import yaml
@@ -31,9 +30,10 @@ def write_report(record: Record, folder: Path) -> Path:
     (run / "run.json").write_text(json.dumps(record["facts"]))
     (run / "resolved.yaml").write_text(yaml.safe_dump(record["settings"], sort_keys=False))
     (run / "model").mkdir()
-    with chdir(folder):  # so that the page shows the path that a user has
-        run_report.write(Path(record["run"]), record["status"])
-    return run / "report.html"
+    run_report.write(run, record["status"])
+    page = run / "report.html"
+    page.write_text(page.read_text().replace(str(run), record["run"]))  # the path that a user has
+    return page
 
 
 def take(record: Record) -> bytes:

@@ -18,13 +18,7 @@ from gearbox.errors import UserError
 from gearbox.launch import report_process
 from gearbox.pages import charts, overlay, page, run_data, run_facts, run_report
 from support.repository import HEAVY
-from support.run_folders import FACTS, HOSTILE, STATUS, hostile_facts, make_run, write_lines
-
-
-def text_of(path) -> str:
-    """Return the words of a page without its style, script and tags."""
-    content = re.sub(r"<(style|script)>.*?</\1>", " ", path.read_text(), flags=re.S)
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
+from support.run_folders import FACTS, HOSTILE, STATUS, hostile_facts, make_run, text_of, write_lines
 
 
 def test_the_report_of_a_run(train):
@@ -190,7 +184,6 @@ def test_several_runs_are_laid_over_each_other(tmp_path, capsys):
         ([], "usage: python src/report.py RUN"),
         (["nowhere"], "nowhere: is not the folder of a run; give one that has metrics.jsonl"),
         (["."], ".: is not the folder of a run"),
-        (["x", "--output", "y"], "--output: is for several runs"),
     ],
 )
 def test_a_user_error_is_one_line(tmp_path, monkeypatch, arguments, said):

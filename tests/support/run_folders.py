@@ -1,8 +1,10 @@
-"""Make run folders that no run has written: with every part of a report, hostile texts, or very many steps."""
+"""Make run folders that no run has written, with every part of a report or hostile texts, and read their pages."""
 
+import html
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
@@ -85,3 +87,9 @@ def hostile_facts() -> dict:
         return HOSTILE if isinstance(value, str) else value
 
     return spoil(FACTS)
+
+
+def text_of(path: Path) -> str:
+    """Return the words of a page without its style, script and tags."""
+    content = re.sub(r"<(style|script)>.*?</\1>", " ", path.read_text(), flags=re.S)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())

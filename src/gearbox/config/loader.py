@@ -191,7 +191,7 @@ class Given:
         pairs = [override.partition("=") for override in overrides]
         given = cls(frozenset(key for key, _, _ in pairs))
         for key, equals, text in pairs:
-            value = _value(text)
+            value = value_of(text)
             if (old := OLD_KEYS.get(key)) is not None and old.new not in given.keys:
                 key, value = old.new, new_value(old, value)
                 given.old_keys += [old] if old not in given.old_keys else []
@@ -222,7 +222,7 @@ class Given:
             self.replaced.append(f"{key} replaces {other}")
 
 
-def _value(text: str) -> object:
+def value_of(text: str) -> object:
     """Return the value of an override, read as YAML, or its text if it is no YAML."""
     try:
         return yaml.load(text, DatesAsText)

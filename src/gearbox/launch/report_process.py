@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from gearbox import ROOT
+from gearbox import ROOT, filesystem
 from gearbox.launch.environment import without_launcher
 
 SCRIPT = ROOT / "src" / "report.py"
+WRITTEN = ("report.html", "loss.png")
 FIRST_SECONDS = 10  # before the first report: a run that ends sooner writes one at its end
 REFRESH_SECONDS = 300  # until the next report of a run that neither evaluates nor saves meanwhile
 REST = 20  # times the last report's duration, until the next one starts
@@ -31,7 +32,7 @@ class ReportProcess:
     def __init__(self, folder: Path, is_first_rank: bool) -> None:
         """Store the run's folder. Only the first rank starts processes."""
         self.folder, self.is_first_rank = folder, is_first_rank
-        self.is_due = False
+        self.is_due = True
         """Whether something has changed since the last report."""
         self._process: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()
@@ -56,8 +57,7 @@ class ReportProcess:
     def close(self) -> None:
         """End a process that is still writing, because the run writes the last report itself."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            _end(self._process, self.folder)
             self._process = None
 
 
@@ -67,8 +67,16 @@ def write(folder: Path) -> None:
         try:
             process.wait(WAIT_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _end(process, folder)
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kill a process and remove what it has not completed."""
+    process.kill()
+    process.wait()
+    for name in WRITTEN:
+        for leftover in folder.glob(f"{name}.tmp-*"):
+            filesystem.remove(leftover)
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes] | None:

@@ -8,11 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
-from rich.console import Console
-
 from gearbox import filesystem
+from gearbox.console import Screen
 from gearbox.metrics import metrics_file
-from gearbox.redact import redacted
+from gearbox.redact import redacted, secrets
 
 
 class Line(TypedDict):
@@ -31,21 +30,31 @@ class AnswersFile:
     again.
     """
 
-    def __init__(self, folder: Path, screen: Console, evaluated: int) -> None:
+    def __init__(self, folder: Path, screen: Screen, evaluated: int) -> None:
         """Read the answers up to the step `evaluated`."""
-        self.path, self.screen = folder / "answers.jsonl", screen
+        self.path, self.screen, self.evaluated = folder / "answers.jsonl", screen, evaluated
         self.lines: list[Line] = []
+        self._is_taken_over = False
         if not screen.quiet:
-            found = [_line(record) for record in metrics_file.read(self.path).good]
-            self.lines = [line for line in found if line is not None and line["step"] <= evaluated]
+            with suppress(OSError):  # `add` tries again
+                self._take_over()
+
+    def _take_over(self) -> None:
+        """Put the answers of the file before those of this process. Raise OSError if that is not possible."""
+        found = map(_line, metrics_file.take_over(self.path, self.screen.print_always).good)
+        old = [line for line in found if line is not None and line["step"] <= self.evaluated]
+        self.lines, self._is_taken_over = old + self.lines, True
 
     def add(self, lines: Sequence[Line]) -> None:
         """Add the answers of one evaluation. A full disk stops nothing: the next evaluation writes all of them."""
         if self.screen.quiet or not lines:
             return
         self.lines += lines
-        text = "".join(json.dumps(redacted({**line})) + "\n" for line in self.lines)
         try:
+            if not self._is_taken_over:
+                self._take_over()
+            known = secrets()  # once: it takes longer than redacting a line
+            text = "".join(json.dumps(redacted({**line}, known)) + "\n" for line in self.lines)
             filesystem.atomic_write(self.path, text)
         except OSError as error:
             self.screen.print(f"{self.path} cannot be written: {error.strerror}; keeping its lines in memory")

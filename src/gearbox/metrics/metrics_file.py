@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,32 @@ class Records:
 
 
 def read(path: Path) -> Records:
-    """Return the records of a metrics.jsonl, none if it is missing or not a regular file."""
+    """Return the records of a metrics.jsonl, none if it is missing or not a regular file.
+
+    Records after a place that cannot be read are missing, so nothing may replace the file with them.
+    """
+    return _sorted(_parsed(path, suppress(OSError)))
+
+
+def take_over(path: Path, tell: Callable[[str], None]) -> Records:
+    """Return the records of a file that the caller replaces. Rename a file that cannot be read, and tell so.
+
+    Raise OSError if that fails as well.
+    """
+    try:
+        return _sorted(_parsed(path, nullcontext()))
+    except OSError as error:
+        number = 1
+        while (aside := path.with_name(f"{path.name}.unread-{number}")).exists():
+            number += 1
+        filesystem.rename(path, aside)
+        tell(f"{path}: cannot be read: {error.strerror}; renamed to {aside.name}, and its lines are not used")
+        return Records()
+
+
+def _sorted(lines: Iterable[tuple[bytes, Record | None]]) -> Records:
     found = Records()
-    for line, record in _parsed(path):
+    for line, record in lines:
         if record is not None:
             found.good.append(record)
         else:
@@ -41,19 +64,19 @@ def read(path: Path) -> Records:
 
 def records(path: Path) -> Iterator[Record | None]:
     """Yield the records of a metrics.jsonl one by one, and None for each damaged line."""
-    return (record for _, record in _parsed(path))
+    return (record for _, record in _parsed(path, suppress(OSError)))
 
 
-def _parsed(path: Path) -> Iterator[tuple[bytes, Record | None]]:
+def _parsed(path: Path, guard: AbstractContextManager[None]) -> Iterator[tuple[bytes, Record | None]]:
     """Yield each line with its record, or None. A last line that a kill has cut off is left out."""
-    for line in _lines(path) if path.is_file() else ():
+    for line in _lines(path, guard) if path.is_file() else ():
         record = parse(line)
         if record is not None or line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
             yield line, record
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    with suppress(OSError), path.open("rb") as file:
+def _lines(path: Path, guard: AbstractContextManager[None]) -> Iterator[bytes]:
+    with guard, path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             yield line
 
@@ -70,12 +93,18 @@ def parse(line: bytes) -> Record | None:
     return record if record["step"] >= 0 and all(abs(number) < MAX_STEP for number in numbers) else None
 
 
-def drop_after(path: Path, step: int, evaluated: int) -> tuple[Records, Path]:
+def drop_after(path: Path, step: int, evaluated: int, tell: Callable[[str], None]) -> tuple[Records, Path]:
     """Drop the records after `step` and the evaluations after `evaluated`, which are run again. Atomic.
 
-    Bad lines are appended to another file first. Return what was kept, the bad lines, and the other file.
+    Bad lines are appended to another file first. Return what was kept, the bad lines, and the other file. A file that
+    can be neither read nor renamed stays as it is.
     """
-    found, aside = read(path), path.with_name(f"{path.name}.bad")
+    aside = path.with_name(f"{path.name}.bad")
+    try:
+        found = take_over(path, tell)
+    except OSError as error:
+        tell(f"{path}: cannot be read or renamed: {error.strerror}; new lines are appended to it")
+        return Records(), aside
     kept = [r for r in found.good if r["step"] <= step and ("eval_loss" not in r or r["step"] <= evaluated)]
     if found.bad:
         filesystem.append(aside, b"".join(found.bad))

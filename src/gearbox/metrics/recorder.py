@@ -116,7 +116,8 @@ class Metrics:
         """Keep the lines of an earlier attempt that still count, and print how many lines are damaged or lost."""
         if not self.idle_since and not self.saved_step:
             return
-        kept, aside = metrics_file.drop_after(self.path, self.state.step, self.state.evaluated)
+        tell = self.screen.print_always
+        kept, aside = metrics_file.drop_after(self.path, self.state.step, self.state.evaluated, tell)
         if kept.bad:
             self.screen.print_always(f"{self.path}: damaged lines set aside in {aside.name}: {len(kept.bad)}")
         last = max((record["step"] for record in kept.good if "rows_hash" in record), default=0)

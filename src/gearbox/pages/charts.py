@@ -241,7 +241,7 @@ def _legend(chart: Chart, lines: list[Line]) -> str:
 
 def _lanes(chart: Chart, across: Scale) -> str:
     """Return one row of signs for each kind that occurs."""
-    lanes = []
+    lanes: list[str] = []
     for kind, places in chart.signs.items():
         chosen = places[:: -(-len(places) // MAX_SIGNS)] if places else []
         signs = "".join(
@@ -250,5 +250,5 @@ def _lanes(chart: Chart, across: Scale) -> str:
             for place, text in chosen
             if across.low <= place <= across.high
         )
-        lanes += [f'<div class="lane">{signs}</div>'] * bool(signs)
+        lanes += [f'<div class="lane" style="grid-row:{3 + len(lanes)}">{signs}</div>'] * bool(signs)
     return "".join(lanes)

@@ -26,13 +26,13 @@ CURVES = (  # title, key, unit, whether the curve is smoothed, and whether its s
     ("Peak memory of the first rank", "memory_peak_bytes", "bytes", False, True),
 )
 BY_TOKENS = ("eval_loss", "loss")
-RESULTS: tuple[tuple[str, Callable[[RunData], float], str, int], ...] = (  # and -1 if less is better, 1 if more is
-    ("held-out loss", lambda run: run.of_model("eval_loss"), "", -1),
-    ("perplexity", lambda run: perplexity(run.of_model("eval_loss")), "", -1),
-    ("exact match", lambda run: run.of_model("eval_exact_match"), "percent", 1),
-    ("last loss", lambda run: run.column("loss").last, "", 0),
-    ("tokens/s", lambda run: run.column("tokens_per_second").median, "", 1),
-    ("peak memory", lambda run: run.column("memory_peak_bytes").peak, "bytes", -1),
+RESULTS: tuple[tuple[str, str, Callable[[RunData], float], str, int], ...] = (  # and -1 if less is better, 1 if more is
+    ("held-out loss", "eval_loss", lambda run: run.of_model("eval_loss"), "", -1),
+    ("perplexity", "eval_loss", lambda run: perplexity(run.of_model("eval_loss")), "", -1),
+    ("exact match", "eval_exact_match", lambda run: run.of_model("eval_exact_match"), "percent", 1),
+    ("last loss", "loss", lambda run: run.column("loss").last, "", 0),
+    ("tokens/s", "tokens_per_second", lambda run: run.column("tokens_per_second").median, "", 1),
+    ("peak memory", "memory_peak_bytes", lambda run: run.column("memory_peak_bytes").peak, "bytes", -1),
 )
 
 
@@ -65,7 +65,7 @@ def sections(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[str]:
 
 def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Return the table of results. The best figure of each column is bold and labelled."""
-    columns = [[measure(run) for run in runs] for _, measure, _, _ in RESULTS]
+    columns = [[measure(run) for run in runs] for _, _, measure, _, _ in RESULTS]
     used = [place for place, values in enumerate(columns) if any(map(math.isfinite, values))]
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -73,9 +73,9 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         seconds = run.column("seconds").last
         cells = [f"<td>{escape(name)}</td>", f'<td class="{colour}">{word}</td>']
         for place in used:
-            _, _, unit, direction = RESULTS[place]
+            _, key, _, unit, direction = RESULTS[place]
             value = columns[place][number]
-            text = value_label(value, unit) if math.isfinite(value) else "-"
+            text = value_label(value, unit) if run.column(key).steps else "-"
             is_best = direction and text == _best(columns[place], unit, direction)
             cells.append(f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>")
         tokens = run.column("tokens").last
@@ -131,7 +131,9 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Chart]:
                 values = moving_mean(column.values)[0] if is_smooth and column else column.values
                 style: charts.Style = "dots" if key.startswith("eval_") else "line"
                 colour = number % charts.NUM_COLOURS + 1
-                lines.append(Line(name, xs, values, style, colour, dash=number % len(charts.DASHES)))
+                points = [(x, y) for x, y in zip(xs, values, strict=True) if not math.isnan(x)]
+                dash = (number + number // charts.NUM_COLOURS) % len(charts.DASHES)
+                lines.append(Line(name, [x for x, _ in points], [y for _, y in points], style, colour, dash))
             log = None if key in ("loss", "eval_loss", "grad_norm") else False
             x_name = "token" if by_tokens else "step"
             yield Chart(title, lines, unit, x_name, from_zero, log)

@@ -67,7 +67,8 @@ table.facts td:first-child { color: var(--muted); width: 11.5em; min-width: 8em;
 .num th, .num td { white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 details > summary { cursor: pointer; font-weight: 600; } details[open] > summary { margin-bottom: 8px; }
-.doc { white-space: pre-wrap; } .doc + .doc { margin-top: 14px; padding-top: 12px; border-top: 1px solid var(--edge); }
+.doc, .answers td { white-space: pre-wrap; }
+.doc + .doc { margin-top: 14px; padding-top: 12px; border-top: 1px solid var(--edge); }
 .doc code { color: var(--muted); } mark, .doc mark { background: var(--mark); color: var(--text); font-weight: 600;
   text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 3px; border-radius: 3px; }
 footer { margin-top: 40px; font-size: .85rem; }
@@ -90,7 +91,6 @@ path.faint { stroke-width: 1px; opacity: .45; } path.dots { stroke-width: 6px; s
 path.area { stroke: none; opacity: .8; } path.limit { stroke: var(--text); stroke-dasharray: 3 4; }
 path.resume { stroke: var(--muted); stroke-width: 1px; stroke-dasharray: 2 3; }
 .lane { position: relative; grid-area: 3 / 2; height: 16px; margin-top: 4px; }
-.lane + .lane { grid-row: 4; } .lane + .lane + .lane { grid-row: 5; } .lane + .lane + .lane + .lane { grid-row: 6; }
 .lane svg { position: absolute; top: 2px; width: 11px; height: 11px; margin-left: -5.5px; overflow: visible; }
 .lane path, .legend .sign path { fill: currentColor; stroke: currentColor; stroke-width: 1.5px; }
 .readout { position: absolute; z-index: 2; top: 4px; pointer-events: none; background: var(--card); color: var(--text);
@@ -143,8 +143,8 @@ for (const plot of document.querySelectorAll(".plot")) {
 }
 for (const one of document.querySelectorAll("[data-updated]")) {
   const age = () => { const s = Date.now() / 1000 - one.dataset.updated;
-    one.textContent = s < 90 ? "just now" : s < 5400 ? Math.round(s / 60) + " minutes ago" : s < 172800 ?
-      Math.round(s / 3600) + " hours ago" : Math.round(s / 86400) + " days ago";
+    one.textContent = ", " + (s < 90 ? "just now" : s < 5400 ? Math.round(s / 60) + " minutes ago" : s < 172800 ?
+      Math.round(s / 3600) + " hours ago" : Math.round(s / 86400) + " days ago");
     one.parentElement.querySelector(".stale").hidden = s < one.dataset.stale; };
   age(); setInterval(age, 30000);
 }
@@ -161,11 +161,13 @@ def write(path: Path, title: str, sections: Iterable[str]) -> None:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<link rel="icon" href="{NO_PICTURE}"><title>{escape(title)}</title><style>{STYLE}</style></head><body><main>',
+        f'<link rel="icon" href="{NO_PICTURE}"><title>{escape(redact(title))}</title>',
+        f"<style>{STYLE}</style></head><body><main>",
     ]
     footer = "<footer>Written by Gearbox. The page needs no network.</footer>"
     end = f"{footer}</main><script>{SCRIPT}</script></body></html>\n"
-    filesystem.atomic_write(path, "\n".join([*head, redact("\n".join(sections)), end]))
+    text = "\n".join([*head, redact("\n".join(sections)), end])
+    filesystem.atomic_write(path, text.encode("utf-8", "replace"))  # names and answers may have halves of letters
 
 
 def table(rows: Iterable[Iterable[str]], head: Sequence[str] = (), kind: str = "") -> str:

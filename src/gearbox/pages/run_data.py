@@ -38,7 +38,9 @@ COLUMNS = (
 FILES = ("metrics.jsonl", "status.json", "run.json", "resolved.yaml")  # a run's folder has one of them at least
 MAX_ANSWERS = 2000  # lines of answers.jsonl that are shown; the newest of each question are among the last ones
 MAX_FAULTS = 50
-MAX_LETTERS = 2000  # of a text from a file
+MAX_LETTERS = 2000  # of a text from a file, as it is shown
+MAX_DEPTH = 20  # of lists and mappings in a recipe
+LARGEST = 1e100  # of a measured number
 
 
 class Answer(TypedDict):
@@ -52,7 +54,7 @@ class Answer(TypedDict):
 
 @dataclass
 class Column:
-    """The values of one key of metrics.jsonl. A null is NaN."""
+    """The values of one key of metrics.jsonl. A null is NaN, and so is a number that no run measures."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -66,14 +68,20 @@ class Column:
         return next(filter(math.isfinite, self.values), math.nan)
 
     @property
+    def first_step(self) -> float:
+        """The step of the first finite value; NaN without one."""
+        finite = (step for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
+        return next(finite, math.nan)
+
+    @property
     def last(self) -> float:
         """The last finite value; NaN without one."""
         return next(filter(math.isfinite, reversed(self.values)), math.nan)
 
     def at(self, step: object) -> float:
-        """Return the value of a step, or the last finite one if it has none."""
-        at_step = (value for one, value in zip(self.steps, self.values, strict=True) if one == step)
-        return next(filter(math.isfinite, at_step), self.last)
+        """Return the newest value of a step, or the last one if the step has none. It may be NaN."""
+        at_step = [value for one, value in zip(self.steps, self.values, strict=True) if one == step]
+        return (at_step or self.values or [math.nan])[-1]
 
     @property
     def peak(self) -> float:
@@ -115,6 +123,8 @@ class RunData:
     """The flat keys of resolved.yaml."""
     hangs: list[tuple[str, str]]
     """Name of each stack file in hang/, and what its rank was doing."""
+    changed: float
+    """When the run last wrote a line, in seconds since 1970."""
 
     @property
     def name(self) -> str:
@@ -137,7 +147,7 @@ class RunData:
 
     def column(self, key: str) -> Column:
         """Return a column, empty if no line has its key."""
-        return self.columns.get(key) or Column()
+        return self.columns.get(key, Column())
 
 
 def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
@@ -155,6 +165,7 @@ def read(folder: Path, status: Mapping[str, object] | None = None) -> RunData:
         answers=[*_answers(folder / "answers.jsonl")],
         recipe=dict(_flat_recipe(folder / "resolved.yaml")),
         hangs=list(_hangs(folder / "hang")),
+        changed=min([time.time(), *(path.stat().st_mtime for name in FILES[:1] if (path := folder / name).is_file())]),
     )
 
 
@@ -172,12 +183,10 @@ def _read_metrics(path: Path) -> tuple[dict[str, Column], Marks, int]:
         for key, value in record.items():
             if (column := columns.get(key)) is None:
                 continue
-            if value is None:
-                value = math.nan
-            elif type(value) not in (int, float):
+            if value is not None and type(value) not in (int, float):
                 continue
             column.steps.append(step)
-            column.values.append(value)
+            column.values.append(_measured(value))
         _mark(marks, step, record)
         skipped = record.get("num_skipped")
         if type(skipped) is int:
@@ -187,10 +196,17 @@ def _read_metrics(path: Path) -> tuple[dict[str, Column], Marks, int]:
     return columns, marks, num_bad
 
 
+def _measured(value: float | None) -> float:
+    """Return a number that charts can scale: NaN instead of a huge one, and 0 instead of a tiny one."""
+    if value is None or not abs(value) < LARGEST:
+        return math.nan
+    return value if abs(value) > 1 / LARGEST else 0.0
+
+
 def _mark(marks: Marks, step: int, record: dict[str, object]) -> None:
     """Add what a line of metrics.jsonl marks."""
     idle, saved, failed = (record.get(key) for key in ("seconds_without_a_step", "saved", "save_failed"))
-    if isinstance(idle, int | float):
+    if isinstance(idle, int | float) and math.isfinite(_measured(idle)):
         marks.resumes.append((step, float(idle)))
     if record.get("spike") is True:
         marks.spikes.append(step)
@@ -205,7 +221,7 @@ def status_of(folder: Path) -> dict[str, object]:
     status: dict[str, object] = dict(outcome.read_outcome(folder / "status.json"))
     if status.get("outcome") == "running" and status.get("host") == socket.gethostname():
         pid, lock = status.get("pid"), folder / "lock"
-        is_alive = isinstance(pid, int) and pid > 0 and psutil.pid_exists(pid)
+        is_alive = isinstance(pid, int) and 0 < pid < 2**31 and psutil.pid_exists(pid)
         if not is_alive and not _is_locked(lock):
             status |= {"outcome": "crashed", "text": "its process has ended without a word, as after a kill"}
     return status
@@ -238,20 +254,33 @@ def _answers(path: Path) -> Iterator[Answer]:
             continue
         question, answer, expected = (record.get(key) for key in ("question", "answer", "expected"))
         if isinstance(question, str) and isinstance(answer, str):
-            known = expected[:MAX_LETTERS] if isinstance(expected, str) else None
-            one = Answer(
-                step=record["step"], question=question[:MAX_LETTERS], expected=known, answer=answer[:MAX_LETTERS]
-            )
-            kept[one["question"], one["step"]] = one  # an answer that is asked again after a resume replaces the first
+            known = expected if isinstance(expected, str) else None
+            one = Answer(step=record["step"], question=question, expected=known, answer=answer)
+            kept[question, one["step"]] = one  # an answer that is asked again after a resume replaces the first
     found = sorted(kept.values(), key=lambda one: one["step"])
     yield from [one for one in found[:-MAX_ANSWERS] if one["step"] == found[0]["step"]]
     yield from found[-MAX_ANSWERS:]
 
 
+class PlainLoader(yaml.SafeLoader):
+    """A loader that refuses what a recipe has not: aliases, which can grow without end, and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node."""
+        if self.check_event(yaml.AliasEvent) or self.depth > MAX_DEPTH:
+            raise yaml.YAMLError("an alias, or too deep")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def _flat_recipe(path: Path) -> Iterator[tuple[str, object]]:
     """Yield the keys of a resolved.yaml as group.key with their values."""
     try:
-        found = yaml.safe_load(filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode())
+        found = yaml.load(filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode(), PlainLoader)
     except (OSError, *YAML_ERRORS):
         return
     for group, keys in found.items() if isinstance(found, dict) else ():
@@ -265,7 +294,7 @@ def _hangs(folder: Path) -> Iterator[tuple[str, str]]:
         if not path.is_file() or not path.stat().st_size:
             continue
         doing = "stacks of a rank that did not answer"
-        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+        with suppress(OSError, ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
             facts = json.loads(filesystem.read_limited(path, 2**20).decode(errors="replace").splitlines()[0])
             doing = f"rank {facts['rank']} on {facts['host']} was in {facts['doing']} for {facts['seconds_ago']:g} s"
         yield path.name, doing[:MAX_LETTERS]

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gearbox import ROOT, filesystem
 from gearbox.config.job import Job
+from gearbox.config.loader import value_of
 from gearbox.console import format_bytes
 from gearbox.launch.topology import RankDevice
 from gearbox.planning.strategy import METHOD_NAMES
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 FILE = "run.json"
 GIT_SECONDS = 5  # for a repository on slow storage
 MAX_LETTERS = 4000  # of a sample document
+MISSING = object()
+MAX_NUMBER = 2**63  # a larger one is none of ours
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
 
@@ -102,7 +105,9 @@ def read(folder: Path) -> RunFacts:
     types = get_type_hints(RunFacts)
     for one in fields(RunFacts):
         with suppress(KeyError, ValidationError, RecursionError):
-            good[one.name] = TypeAdapter(types[one.name]).validate_python(found[one.name])
+            value = TypeAdapter(types[one.name]).validate_python(found[one.name])
+            if not isinstance(value, int) or abs(value) < MAX_NUMBER:
+                good[one.name] = value
     return RunFacts(**good)  # type: ignore[arg-type]
 
 
@@ -125,7 +130,7 @@ def begin(
     facts = RunFacts(
         started=start.time,
         first=start,
-        recipe=_relative(job.recipe_path),
+        recipe=from_root(job.recipe_path),
         gear=job.gear.name,
         command=repeating_command(job),
         commit=commit,
@@ -164,25 +169,35 @@ def repeating_command(job: Job) -> str:
     words = ["python", "src/train.py"]
     if gear.name != "single":
         words = ["python", "src/launch.py", _gear_name(gear.path), f"--num_processes={gear.num_processes}"]
-    words.append(_relative(job.recipe_path))
-    content = recipe.model_dump(mode="json")
+    words.append(from_root(job.recipe_path))
     for key in sorted(recipe.given):
-        group, _, name = key.partition(".")
-        if isinstance(content.get(group), dict) and name in content[group]:
-            value = content[group][name]
-            words.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        value: object = recipe.model_dump(mode="json")
+        for name in key.split("."):
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:  # as an old name of a key is
+            words.append(f"{key}={_override(value)}")
     return shlex.join(words)
+
+
+def _override(value: object) -> str:
+    """Return a text that an override reads, as YAML, as this value."""
+    if isinstance(value, str) and value_of(value) == value:
+        return value
+    text = json.dumps(value, ensure_ascii=False)  # the escapes of JSON are in halves, which YAML does not join
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def _gear_name(path: Path) -> str:
     """Return a gear as src/launch.py takes it: a name in accelerate_configs/, or a path."""
-    return path.stem if path.resolve().parent == ROOT / "accelerate_configs" else str(path)
+    return path.stem if path.resolve().parent == ROOT / "accelerate_configs" else from_root(path)
 
 
-def _relative(path: Path) -> str:
-    """Return a path relative to the repository, if it is inside."""
-    resolved = path.resolve()
-    return str(resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path)
+def from_root(path: Path) -> str:
+    """Return a path for a command that is called in the repository: relative if it is inside, else absolute."""
+    for one in (path.absolute(), path.resolve()):
+        if one.is_relative_to(ROOT):
+            return str(one.relative_to(ROOT))
+    return str(path.absolute())
 
 
 def commit_of(folder: Path) -> str:

@@ -18,8 +18,8 @@ import yaml
 from gearbox.launch.topology import format_rank_table
 from gearbox.metrics.metrics_file import perplexity
 from gearbox.pages import charts, page, picture, run_charts, run_data
-from gearbox.pages.run_data import Answer, RunData
-from gearbox.pages.run_facts import TIME_FORMAT
+from gearbox.pages.run_data import MAX_LETTERS, Answer, RunData
+from gearbox.pages.run_facts import TIME_FORMAT, from_root
 from gearbox.pages.scale import compact, value_label
 
 STALE_SECONDS = 1800  # without a new line, after which a running run may be gone; a long save or evaluation fits
@@ -38,9 +38,18 @@ MINUTE, HOUR = 60, 3600
 
 def write(folder: Path, status: Mapping[str, object] | None = None) -> None:
     """Write report.html and loss.png. `status` replaces status.json. Raise UserError or OSError."""
-    run = run_data.read(folder, status)
-    page.write(folder / "report.html", f"{run.name}: {WORDS.get(run.outcome, WORDS['unknown'])[0]}", sections(run))
-    picture.write(folder / "loss.png", run_charts.losses(run), run.name)
+    write_files(run_data.read(folder, status))
+
+
+def write_files(run: RunData) -> None:
+    """Write report.html and loss.png into the folder of a run. Raise OSError if they cannot be written."""
+    write_page(run.folder / "report.html", run)
+    picture.write(run.folder / "loss.png", run_charts.losses(run), run.name)
+
+
+def write_page(path: Path, run: RunData) -> None:
+    """Write the page of a run alone. Raise OSError if it cannot be written."""
+    page.write(path, f"{run.name}: {WORDS.get(run.outcome, WORDS['unknown'])[0]}", sections(run))
 
 
 def sections(run: RunData) -> Iterator[str]:
@@ -69,12 +78,11 @@ def _header(run: RunData) -> str:
         f'<p class="{colour}">{escape(text.removeprefix("gearbox: "))}</p>' if text else "",
     ]
     if run.outcome == "running":
-        now = time.time()
         stale = "It may have ended since. To know, run: python src/report.py"
+        moment = escape(day(time.strftime(TIME_FORMAT, time.localtime(run.changed))))
         lines.append(
-            f"<p>Last update {escape(day(time.strftime(TIME_FORMAT)))}, "
-            f'<span data-updated="{now:.0f}" data-stale="{STALE_SECONDS}">at the time of writing</span>. '
-            f'<span class="stale">{stale} {escape(shlex.quote(str(run.folder)))}</span></p>'
+            f'<p>Last update {moment}<span data-updated="{run.changed:.0f}" data-stale="{STALE_SECONDS}"></span>. '
+            f'<span class="stale">{stale} {escape(shlex.quote(from_root(run.folder)))}</span></p>'
         )
     elif updated and run.outcome != "unknown":
         lines.append(f"<p>{'Last seen' if run.outcome == 'crashed' else 'Ended'} {escape(day(updated))}</p>")
@@ -115,16 +123,18 @@ def _results(run: RunData) -> Iterator[str]:
     """Yield the headline: each result of the model, and before training."""
     model_step = run.status.get("model_step")
     held_out, loss = run.column("eval_loss"), run.column("loss")
-    before_after = held_out if held_out else loss
-    label = "held-out loss" if held_out else "loss of a step"
-    if before_after:
-        first, last = before_after.first, before_after.at(model_step)
-        change = f"from {value_label(first)} in step {before_after.steps[0]:.0f}" if len(before_after.steps) > 1 else ""
-        if model_step is not None and held_out and model_step != held_out.steps[-1]:
+    shown = held_out if held_out.steps else loss
+    has_first = math.isfinite(shown.first) and shown.first_step != shown.steps[-1]
+    if shown.steps:
+        last = held_out.at(model_step) if held_out.steps else loss.last
+        change = f"from {value_label(shown.first)} in step {shown.first_step:.0f}" if has_first else ""
+        if model_step is not None and held_out.steps and model_step != held_out.steps[-1]:
             change += f"; the model is that of step {model_step:,}, the best one"
-        yield page.tile(label, value_label(last), change, is_main=True)
-    if held_out:
-        change = f"from {value_label(perplexity(held_out.first))}" if len(held_out.steps) > 1 else ""
+        yield page.tile(
+            "held-out loss" if held_out.steps else "loss of a step", value_label(last), change, is_main=True
+        )
+    if held_out.steps:
+        change = f"from {value_label(perplexity(held_out.first))}" if has_first else ""
         yield page.tile("held-out perplexity", value_label(perplexity(run.of_model("eval_loss"))), change)
     for key, name, unit in (("eval_exact_match", "exact match", "percent"), ("eval_metric", "metric", "")):
         if column := run.column(key):
@@ -139,7 +149,8 @@ def _sizes(run: RunData) -> Iterator[str]:
     yield page.tile("steps", f"{run.last_step:,}", share)
     if tokens := run.column("tokens"):
         supervised = run.column("tokens_supervised").last
-        trained = f"{supervised / tokens.last:.0%} of them trained" if supervised and tokens.last else ""
+        has_share = math.isfinite(supervised) and tokens.last > 0
+        trained = f"{supervised / tokens.last:.0%} of them trained" if has_share else ""
         yield page.tile("tokens", compact(tokens.last), trained)
     if speed := run.column("tokens_per_second"):
         yield page.tile("tokens per second", value_label(speed.median), "median of all steps")
@@ -155,7 +166,7 @@ def _sizes(run: RunData) -> Iterator[str]:
 
 def _commands(run: RunData) -> Iterator[str]:
     """Yield the commands that use the model and repeat the run."""
-    folder = str(run.folder)
+    folder = from_root(run.folder)
     if (run.folder / "model").is_dir() and run.outcome != "running":
         use = "\n".join(shlex.join(["python", f"src/{name}.py", folder]) for name in ("chat", "export"))
         load = f'AutoModelForCausalLM.from_pretrained("{folder}/model")'
@@ -182,16 +193,22 @@ def _answers(run: RunData) -> Iterator[str]:
     cards = []
     for question, answers in shown:
         first, last, expected = answers[0], answers[-1], answers[-1]["expected"]
-        rows = [("question", question), *([("expected", expected)] if expected is not None else [])]
-        rows += [(f"step {one['step']:,}", one["answer"] or "(empty)") for one in ([first, last][: len(answers)])]
+        rows = [("question", _cut(question)), *([("expected", _cut(expected))] if expected is not None else [])]
+        rows += [(f"step {one['step']:,}", _cut(one["answer"])) for one in ([first, last][: len(answers)])]
         between = ""
         if len(answers) > 2:
-            lines = [(f"step {one['step']:,}", one["answer"] or "(empty)") for one in answers]
+            lines = [(f"step {one['step']:,}", _cut(one["answer"])) for one in answers]
             summary = f"<summary>All {len(answers)} answers through the run</summary>"
-            between = f"<details>{summary}{page.table(lines, kind='facts')}</details>"
-        cards.append(page.card(page.table(rows, kind="facts") + _verdict(last) + between))
+            between = f"<details>{summary}{page.table(lines, kind='facts answers')}</details>"
+        cards.append(page.card(page.table(rows, kind="facts answers") + _verdict(last) + between))
     more = f"<p>{len(by_question) - len(shown):,} more questions are in answers.jsonl.</p>"
     yield f'<div class="columns">{"".join(cards)}</div>' + more * (len(by_question) > len(shown))
+
+
+def _cut(text: str) -> str:
+    """Return a text as it is shown, with a sign for what is left out."""
+    more = f" [{len(text) - MAX_LETTERS:,} more characters]" if len(text) > MAX_LETTERS else ""
+    return f"{text[:MAX_LETTERS]}{more}" or "(empty)"
 
 
 def _verdict(answer: Answer) -> str:
@@ -244,7 +261,7 @@ def _course(run: RunData) -> Iterator[str]:
     events += [("", f"step {step:,} could not be saved: {why}") for step, why in marks.failed_saves[:20]]
     events += [("", f"{what}; the stacks are in hang/{name}") for name, what in run.hangs]
     events += [("", f"{run.num_bad_lines:,} damaged lines of metrics.jsonl are left out")] * (run.num_bad_lines > 0)
-    quiet = not (facts.resumes or len(events) > len(lines))
+    quiet = events == lines[:1]
     if events:
         note = '<p class="good">No resume, no skipped step, no failed save, no hang.</p>' if quiet else ""
         parts.append(page.card(page.table(events, kind="facts") + note, "Resumes and faults"))

@@ -11,6 +11,8 @@ MAX_POINTS = 600  # of one drawn line; a longer one shows the extremes of each b
 LOG_RATIO = 30.0  # a scale becomes logarithmic if its largest number is this many times the smallest
 MEAN_SHARE = 50  # a moving mean covers this part of the steps
 LEAST_MEAN = 5  # steps
+FRACTION = 2**100  # the smallest difference that a moving mean keeps is 1 divided by this
+EXPONENT_FROM = 1e15  # larger numbers are written with an exponent
 
 Points = list[tuple[float, float]]
 BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -32,21 +34,23 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) ->
         heights = [y for _, y in bucket]
         places = {heights.index(min(heights)), heights.index(max(heights))}
         points += [bucket[place] for place in sorted(places)]
-    return points[:-1] + pairs[-1:] if points and points[-1] != pairs[-1] else points
+    return points + pairs[-1:] if points and points[-1] != pairs[-1] else points
 
 
 def moving_mean(ys: Sequence[float]) -> tuple[list[float], int]:
     """Return the mean of each value and its neighbours, and the number of values in each mean. Gaps do not count."""
     size = max(LEAST_MEAN, len(ys) // MEAN_SHARE) | 1
     finite = [math.isfinite(y) for y in ys]
-    sums = [0.0, *accumulate(y if is_finite else 0.0 for y, is_finite in zip(ys, finite, strict=True))]
+    # Whole numbers, because one huge value would take the digits of all floats after it.
+    whole = (int(y * FRACTION) if is_finite else 0 for y, is_finite in zip(ys, finite, strict=True))
+    sums = [0, *accumulate(whole)]
     counts = [0, *accumulate(finite)]
     means = []
     for place in range(len(ys)):
         reach = min(size // 2, place)  # symmetric at the steep start; the last mean is that of several steps
         first, end = place - reach, min(place + reach + 1, len(ys))
         count = counts[end] - counts[first]
-        means.append((sums[end] - sums[first]) / count if count else math.nan)
+        means.append((sums[end] - sums[first]) / (count * FRACTION) if count else math.nan)
     return means, size
 
 
@@ -139,6 +143,8 @@ def _byte_unit(largest: float) -> tuple[str, int]:
 
 def compact(number: float) -> str:
     """Return a short form of a number, such as 20k, 0.05 or 2e-6."""
+    if abs(number) >= EXPONENT_FROM:
+        return f"{number:.3g}"
     for name, size in COUNT_UNITS if abs(number) >= 10_000 else ():
         if abs(number) >= size:
             return _plain(number / size) + name
@@ -160,11 +166,16 @@ def value_label(value: float, unit: str = "") -> str:
         return "not finite"
     if unit == "bytes":
         name, size = _byte_unit(abs(value))
-        return f"{value / size:.3g} {name}" if value / size < 1000 else f"{value / size:,.0f} {name}"
+        return f"{_digits(value / size)} {name}"
     if unit == "percent":
         return f"{100 * value:.1f} %"
     if unit == "s":
-        return f"{value:.3g} s"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) >= 1e-3 or not value else f"{value:.2e}"
+        return f"{_digits(value)} s"
+    return _digits(value) if abs(value) >= 1e-3 or not value else f"{value:.2e}"
+
+
+def _digits(value: float) -> str:
+    """Return a number with three digits, or all whole ones."""
+    if abs(value) >= EXPONENT_FROM:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{3 if abs(value) < 999.5 else 4}g}"
