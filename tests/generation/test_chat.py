@@ -129,7 +129,7 @@ def test_what_a_question_or_a_stream_cannot_do(tmp_path, monkeypatch, capfd):
     folder = save_speaker(tmp_path / "m", "é漢")
     with pytest.raises(UserError, match="the question is not UTF-8"):
         ask.main([str(folder), "caf\udce9"])
-    with open(os.dup(1), "w", encoding="ascii") as stream, monkeypatch.context() as patch:
+    with os.fdopen(os.dup(1), "w", encoding="ascii") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         ask.main([str(folder), "q"])
     assert capfd.readouterr().out == "\\xe9\\u6f22\n"
