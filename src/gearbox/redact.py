@@ -110,6 +110,5 @@ def guarded(stream: TextIO) -> TextIO:
 def guard_streams() -> None:
     """Redact everything that Python prints in this process from now on. A stream that the caller closed takes all."""
     sys.stdout, sys.stderr = (
-        guarded(stream or Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
-        for stream in (sys.stdout, sys.stderr)
+        guarded(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in (sys.stdout, sys.stderr)
     )

@@ -72,7 +72,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize(("name", "said"), SWITCHES.items())
 def test_a_switch_from_elsewhere_is_answered_with_what_it_means(name, said):
-    """Where it is off, no answer turns it on. No such value is taken for one of ours."""
+    """Turn nothing on where it is off. Take no such value for one of ours."""
     for value, advice in zip(("true", "false", "null"), (*said, "remove it"), strict=True):
         assert refusal(f"{name}={value}") == [f"command line: {name}: unknown key; {advice}"]
     for key in ("data.supervise", "adapter.method"):
