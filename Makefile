@@ -18,8 +18,8 @@ setup: $(STAMP)  ## create .venv with the versions pinned in constraints.txt
 
 # Install the exact torch version first, so that no other package pulls in another build.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Gearbox needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "Gearbox needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(if $(wildcard $(STAMP)),,--clear) $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -6,7 +6,7 @@ Usage: python src/ask.py MODEL "question" [max_new_tokens=64] [trust_remote_code
     max_new_tokens=N        stop after N tokens (default: 64)
     trust_remote_code=true  run the code shipped with the model
 
-Exit codes: 0 answered; 2 a user error.
+Exit codes: 0 answered; 2 a user error; 130 interrupted by Ctrl-C.
 
 Example:
     python src/ask.py runs/first/model "reverse abcd"
@@ -35,13 +35,20 @@ def main(arguments: list[str]) -> None:
     limit = limits[0] if limits else "64"
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_NEW_TOKENS:
         raise UserError(f"max_new_tokens: is {limit[:20]!r}; use a number from 1 to {MAX_NEW_TOKENS}")
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in words[1]):  # Python's stand-ins for bytes of other encodings
+        raise UserError("the question is not UTF-8; set the terminal to UTF-8, or write other letters")
     source = find_model(words[0])
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):  # no character of an answer ends the script
+        reconfigure(errors="backslashreplace")
 
     from gearbox.generation.chat import Chat, Sampling, Speakers, shown
 
     speaker = Speakers.load(source, trust, "trust_remote_code=true").tuned
     chat = Chat(speaker, Sampling(int(limit)), tell=lambda text: print(text, file=sys.stderr))
-    print(shown(chat.ask(words[1]).text))
+    answer = chat.ask(words[1])
+    print(shown(answer.text))
+    if answer.end == "interrupted":
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from contextlib import suppress
@@ -56,6 +57,8 @@ def main(arguments: list[str]) -> int:
     """Talk until the user leaves or the input ends."""
     options = parse(arguments)
     source = find_model(options.model)
+    if sys.stdin is None:  # closed by `<&-`
+        sys.stdin = io.StringIO()
     for stream in (sys.stdin, sys.stdout):
         if reconfigure := getattr(stream, "reconfigure", None):  # no character of a question or answer ends the chat
             reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")

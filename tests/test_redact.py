@@ -112,6 +112,10 @@ def test_printed_lines(secrets, monkeypatch):
     redact.guard_streams()
     print("token", os.environ["HF_TOKEN"])
     assert out.getvalue() == "token [HF_TOKEN]\n"
+    monkeypatch.setattr(sys, "stdout", None)  # closed by the caller
+    redact.guard_streams()
+    assert sys.stdout.write("text") == 4
+    sys.stdout.flush()
 
 
 def test_no_file_and_no_line_of_a_run_contains_a_secret(train, tmp_path, secrets, monkeypatch):

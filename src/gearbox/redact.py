@@ -108,5 +108,7 @@ def guarded(stream: TextIO) -> TextIO:
 
 
 def guard_streams() -> None:
-    """Redact everything that Python prints in this process from now on."""
-    sys.stdout, sys.stderr = guarded(sys.stdout), guarded(sys.stderr)
+    """Redact everything that Python prints in this process from now on. A stream that the caller closed takes all."""
+    sys.stdout, sys.stderr = (
+        guarded(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in (sys.stdout, sys.stderr)
+    )

@@ -57,6 +57,29 @@ def test_a_value_from_elsewhere_is_answered_with_ours(key, values):
         load_recipe(TINY, [f"{name}={right}" for name, right in pairs] + ["adapter.method=lora"] * (key[0] == "m"))
 
 
+SWITCHES = {
+    "assistant_only_loss": ("use data.supervise: assistant", "use data.supervise: all"),
+    "completion_only_loss": ("use data.supervise: assistant", "use data.supervise: all"),
+    "train_on_inputs": ("use data.supervise: all", "use data.supervise: assistant"),
+    "mask_history": ("use data.supervise: last", "remove it"),
+    "use_dora": ("use adapter.method: dora", "remove it"),
+    "disable_gradient_checkpointing": ("use perf.checkpointing: none", "use perf.checkpointing: full"),
+    "enable_activation_offloading": ("use perf.checkpointing: offload", "remove it"),
+    "load_in_4bit": ("use model.quantize: nf4", "remove it"),
+    "quantize_base": ("use model.quantize: nf4", "remove it"),
+}
+
+
+@pytest.mark.parametrize(("name", "said"), SWITCHES.items())
+def test_a_switch_from_elsewhere_is_answered_with_what_it_means(name, said):
+    """Turn nothing on where it is off. Take no such value for one of ours."""
+    for value, advice in zip(("true", "false", "null"), (*said, "remove it"), strict=True):
+        assert refusal(f"{name}={value}") == [f"command line: {name}: unknown key; {advice}"]
+    for key in ("data.supervise", "adapter.method"):
+        (line,) = refusal(f"{key}=true")
+        assert "; use" not in line
+
+
 def test_a_single_value_for_a_group_names_its_key(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("model: org/model\noptim: adamw_bnb_8bit\nadapter: qlora\ntrain: {learning_rate: 1e-5, steps: 2}\n")
@@ -105,6 +128,8 @@ def test_other_arguments_are_left_to_the_recipe(words):
         ("data.path=a.jsonl,b.jsonl", "no such file 'a.jsonl,b.jsonl'; write a list as data.path='[a.jsonl, b.jsonl]'"),
         ("data.path=org/one,org/two", "write a list as data.path='[org/one, org/two]'"),
         ("optim={lr: 1}", "overrides take the form group.key=value"),
+        ("adapter.targets=q_proj,v_proj", "adapter.targets: is 'q_proj,v_proj'; write a list: [q_proj, v_proj]"),
+        ("adapter.targets=all", "adapter.targets: is 'all'; use all-linear"),
     ],
 )
 def test_a_value_with_a_comma_is_explained(override, said):

@@ -1,7 +1,9 @@
 """Test what a chat reads, what it answers, and what reaches the screen."""
 
 import io
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from gearbox.errors import UserError
 from gearbox.generation.chat import NO_SYSTEM, Chat, Sampling, Speakers
 from gearbox.generation.saved_model import base_of, find_model
 from gearbox.generation.streaming import Pieces, TextStream
+from gearbox.model.pretrained import Pretrained
 from support.speaking import Terminal, save_random, save_speaker, tokenizer_of
 
 TURN = "{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}<|end|>"
@@ -99,13 +102,59 @@ def test_a_full_fine_tune_answers_with_its_base(tmp_path, monkeypatch, capsys):
     save_speaker(tmp_path / "start", "xyz", template=None)
     save_speaker(tmp_path / "run/model", "abc")
     (tmp_path / "run/resolved.yaml").write_text(f"model: {{name: {tmp_path / 'start'}}}\n")
+    tuned = Speakers.load(str(tmp_path / "run/model"), False, "x").tuned
     lines = "q\n/base\n/tuned\n\n/reset\n/retry\n"
     with pytest.raises(UserError, match="nothing was asked yet"):
         piped(monkeypatch, str(tmp_path / "run"), lines=lines)
     assert capsys.readouterr().out == "abc\nxyz\nabc\n\n"
+    (tmp_path / "run/resolved.yaml").write_text("model: {name: org/base, revision: v1}\n")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="org/base at v1"):
+        patch.setattr(Pretrained, "tokenizer", lambda self: refuse(f"{self.name} at {self.revision}"))
+        Speakers(str(tmp_path / "run/model"), tuned, False, "x", False).base()
     (tmp_path / "run/resolved.yaml").unlink()
     with pytest.raises(UserError, match="does not say from which model its training started"):
         piped(monkeypatch, str(tmp_path / "run"), lines="/base\n")
+
+
+def refuse(text: str) -> None:
+    raise UserError(text)
+
+
+def denied(path: Path) -> bool:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_what_a_question_or_a_stream_cannot_do(tmp_path, monkeypatch, capfd):
+    """A model in another user's folder, a question and a stream that are not UTF-8, and a closed input."""
+    folder = save_speaker(tmp_path / "m", "é漢")
+    with pytest.raises(UserError, match="the question is not UTF-8"):
+        ask.main([str(folder), "caf\udce9"])
+    with os.fdopen(os.dup(1), "w", encoding="ascii") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        ask.main([str(folder), "q"])
+    assert capfd.readouterr().out == "\\xe9\\u6f22\n"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert chat_script.main([str(folder)]) == 0
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"m: cannot be read: Permission denied$"):
+        patch.setattr(Path, "is_file", denied)  # root, which runs these tests in CI, is denied nothing
+        find_model(str(folder))
+
+
+def test_ctrl_c_ends_ask(tmp_path, monkeypatch, capsys):
+    """Print what there is of the answer, but do not end like an answer."""
+    folder = save_speaker(tmp_path / "m", "abc")
+    put, given = TextStream.put, []
+
+    def interrupted(stream, tokens):
+        put(stream, tokens)
+        given.append(tokens)
+        if len(given) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextStream, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask.main([str(folder), "q"])
+    assert capsys.readouterr().out == "ab\n"
 
 
 def piped(monkeypatch, *arguments: str, lines: str) -> None:
@@ -295,19 +344,26 @@ def test_find_model(tmp_path, monkeypatch):
         assert str(error.value).startswith(f"{name}: ") and said in str(error.value)
 
 
-def test_base_of(tmp_path):
+def test_base_of(tmp_path, monkeypatch):
     run = tmp_path / "run"
     model = run / "model"
     model.mkdir(parents=True)
     assert base_of(str(model)) is None
     (model / "README.md").write_text("---\nbase_model:\n- org/base\n---\n\n# Card\n")
-    assert base_of(str(model)) == "org/base"
-    (run / "resolved.yaml").write_text("model: {name: models/x}\n")
-    assert base_of(str(model)) == "models/x"
+    assert base_of(str(model)) == ("org/base", None)
+    (model / "gearbox_export.json").write_text('{"base": "org/base", "base_revision": "v1"}')
+    (model / "README.md").write_bytes(b"---\r\nbase_model: org/base\r\n---\r\n\r\n# Card\r\n")
+    assert base_of(str(model)) == ("org/base", "v1")
+    (run / "resolved.yaml").write_text("model: {name: models/x, revision: v2}\n")
+    assert base_of(str(model)) == ("models/x", "v2")
+    (tmp_path / "latest").symlink_to(model)
+    assert base_of(str(tmp_path / "latest")) == ("models/x", "v2")
+    monkeypatch.chdir(model)
+    assert base_of(".") == ("models/x", "v2")
     (run / "resolved.yaml").write_text("model: [&a *a]\n")
-    assert base_of(str(model)) == "org/base", "a damaged file is left out"
+    assert base_of(str(model)) == ("org/base", "v1"), "a damaged file is left out"
     save_random(run / "base")
-    assert base_of(str(model)) == str(run / "base")
+    assert base_of(str(model)) == (str(run / "base"), None)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_server_that_does_not_answer_delays_no_step(tmp_path, monkeypatch, scr
         (trainjob_status.SERVER_TOKEN, "/no/token", "No such file"),
         (trainjob_status.SERVER_TOKEN, None, "KUBEFLOW_TRAINER_SERVER_TOKEN is not set"),
         ("token", "forged", "403 Forbidden"),
+        ("token", "forged\nsecond", "TOKEN has no token, or white space in it"),
         ("certificate", None, "certificate verify failed"),
         ("scheme", None, "must begin with https://"),
         ("path", None, "404 Not Found"),
@@ -118,6 +119,7 @@ def test_a_failure_is_printed_once_and_training_goes_on(
             time.sleep(0.02)
         trainjob.close()
         printed = screen.export_text()
+        assert "second" not in printed, "the token is shown"
         assert re.search(reason, printed) and printed.count("TrainJob's status cannot be updated") == 1, printed
         assert not [code for code, _, _ in server.posts() if code == 200]
         if variable == "scheme":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from packaging.specifiers import SpecifierSet
 from torch.distributed.run import parse_args
 
 from gearbox import ROOT
@@ -193,3 +194,12 @@ def test_there_are_three_skills():
 
 def test_the_lines_by_hand_are_there():
     assert any("--num_machines 2" in line for line in LINES) and any("--nnodes=2" in line for line in LINES)
+
+
+def test_setup_takes_the_pythons_of_the_package():
+    """A Python that pip would refuse is refused before an environment is made with it."""
+    (test,) = re.findall(r"sys\.exit\((.*?) and \"", (ROOT / "Makefile").read_text())
+    (bounds,) = re.findall(r'requires-python = "(.*)"', (ROOT / "pyproject.toml").read_text())
+    for minor in range(9, 17):
+        is_refused = eval(test.replace("sys.version_info", f"(3, {minor}, 1)"))
+        assert is_refused != SpecifierSet(bounds).contains(f"3.{minor}.1"), minor

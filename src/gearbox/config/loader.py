@@ -332,7 +332,7 @@ def _explain(details: ErrorDetails) -> str:
         del location[2:3]  # pydantic's tag of the union member, which the user did not write
     key, kind, value = ".".join(location), details["type"], details["input"]
     if kind == "extra_forbidden":
-        return f"{key}: {_explain_unknown_key(location, in_source)}"
+        return f"{key}: {_explain_unknown_key(location, in_source, value)}"
     if kind == "missing":
         return f"{key}: is required"
     message = details["msg"].removeprefix("Value error, ")
@@ -340,7 +340,7 @@ def _explain(details: ErrorDetails) -> str:
         return f"{key}: {message}" if key else message
     if kind == "model_type" and key in FIRST_KEYS:
         first = f"{key}.{FIRST_KEYS[key]}"
-        is_plain = value is not None and not isinstance(value, list)
+        is_plain = value is not None and not isinstance(value, list | bool)
         advice = (advice_on_value(first, value) or f"; use {first}: {value}") if is_plain else ""
         return f"{key}: is a group of keys, found {shown(value)}{advice}"
     advice = advice_on_value(key, value)
@@ -349,13 +349,14 @@ def _explain(details: ErrorDetails) -> str:
     return f"{key}: {message[0].lower()}{message[1:]}, found {shown(value)}{advice}"
 
 
-def _explain_unknown_key(location: list[str], in_source: bool) -> str:
+def _explain_unknown_key(location: list[str], in_source: bool, value: object) -> str:
     """Return the message for a key that the schema lacks, with the key that is meant or the nearest one."""
     if (old := OLD_KEYS.get(".".join(location))) is not None:
         return f"is the old name of {old.new}, which is also set; keep one"
     name = location[-1]
     group = Source if in_source else Recipe if len(location) == 1 else Recipe.model_fields[location[0]].annotation
-    return f"unknown key{did_you_mean(keys_meant(name)) or advice_on_key(name) or nearest(name, keys_of_group(group))}"
+    meant = did_you_mean(keys_meant(name)) or advice_on_key(name, value)
+    return f"unknown key{meant or nearest(name, keys_of_group(group))}"
 
 
 def recipe_keys() -> list[str]:

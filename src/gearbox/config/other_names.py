@@ -13,15 +13,15 @@ KEYS = {
     "model.trust_remote_code": "trust_remote_code_model",
     "model.attention": "attn_implementation flash_attn flash_attention use_flash_attention_2 flash_attn_2 attn_impl",
     "model.add_tokens": "special_tokens additional_special_tokens new_special_tokens add_special_tokens tokens",
-    "model.router_loss": "router_aux_loss_coef output_router_logits aux_loss_coef moe_aux_loss_coeff",
+    "model.router_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff",
     "adapter": "peft lora lora_config peft_config peft_scheme",
-    "adapter.method": "finetuning_type peft_method use_peft use_lora tuner_type peft_type use_dora peft_use_dora",
+    "adapter.method": "finetuning_type peft_method tuner_type peft_type",
     "adapter.path": "lora_model_dir adapter_name_or_path peft_model_id lora_path adapter_path",
     "adapter.r": "lora_r lora_rank adapter_dim lora_dim rank",
     "adapter.alpha": "lora_alpha",
     "adapter.rslora": "use_rslora peft_use_rslora",
     "adapter.dropout": "lora_dropout adapter_dropout",
-    "adapter.targets": "lora_target_modules target_modules lora_target lora_target_linear lora_attn_modules",
+    "adapter.targets": "lora_target_modules target_modules lora_target lora_attn_modules",
     "data.path": """
         dataset datasets dataset_path dataset_name dataset_dir train_file train_files data_files train_data
         train_dataset file_names data_path data_prefix dataset_mixer dataset_mixture pretraining_dataset train_ds""",
@@ -30,9 +30,7 @@ KEYS = {
     "data.fields": "dataset_text_field text_column field columns column_map prompt_template",
     "data.roles": "tags role_mapping",
     "data.chat_template": "template chat_template_path chat_template_jinja",
-    "data.supervise": """
-        assistant_only_loss completion_only_loss train_on_inputs train_on_input train_on_prompt mask_history
-        answer_only_loss roles_to_train""",
+    "data.supervise": "roles_to_train",
     "data.long": "truncation truncation_method excess_length_strategy",
     "data.packing": "sample_packing packed packed_sequence neat_packing pack_sequences eval_sample_packing",
     "batch.rows": """
@@ -49,14 +47,13 @@ KEYS = {
     "optim.betas": "adam_betas adam_beta1 adam_beta2 beta1 beta2 betas1",
     "optim.eps": "adam_epsilon epsilon adam_eps",
     "optim.weight_decay": "wd",
-    "optim.master_weights": "pure_bf16",
     "optim.max_grad_norm": "gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_grad max_norm",
     "schedule": "lr_scheduler scheduler lr_schedule sched",
     "schedule.name": "lr_scheduler_type scheduler_type lr_scheduler_name lr_decay_style lr_schedule_type",
     "schedule.warmup": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters",
     "schedule.decay": "num_decay_steps decay_steps lr_wsd_decay_iters wsd_decay_steps cooldown_steps",
     "train": "trainer training training_args training_arguments",
-    "train.steps": "max_steps max_train_steps num_train_steps max_steps_per_epoch num_steps train_steps train_iters",
+    "train.steps": "max_steps max_train_steps num_train_steps num_steps train_steps train_iters",
     "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
     "train.seed": "data_seed random_seed manual_seed",
     "eval": "validation evaluation",
@@ -67,7 +64,7 @@ KEYS = {
         val_set_size test_size val_size validation_split eval_fraction validation_split_percentage test_split_size""",
     "eval.path": """
         eval_dataset test_datasets dataset_test_split validation_file eval_file validation_ds val_dataset
-        dataset_validation eval_path eval_data""",
+        dataset_validation dataset_val eval_path eval_data""",
     "eval.patience": "early_stopping_patience early_stopping",
     "eval.metric": "metric_for_best_model compute_metrics",
     "save": "checkpointer",
@@ -82,8 +79,7 @@ KEYS = {
     "perf.compile": "torch_compile torchcompile compile_model use_torch_compile",
     "perf.checkpointing": """
         gradient_checkpointing use_gradient_checkpointing enable_activation_checkpointing activation_checkpointing
-        gradient_checkpoint activations_checkpoint_method activations_checkpoint_granularity
-        disable_gradient_checkpointing activation_offloading enable_activation_offloading""",
+        gradient_checkpoint activations_checkpoint_method activations_checkpoint_granularity""",
     "perf.float8": "fp8 float8_training enable_fp8 fp8_recipe",
     "perf.ddp_compression": "ddp_comm_hook comm_hook gradient_compression",
     "run.dir": "output_dir logging_dir checkpoint_save_dir out_dir save_dir exp_dir",
@@ -115,6 +111,19 @@ ADVICE = {
         load_in_4bit quantization_bit quantization bnb_4bit_quant_type quantize_base use_4bit quantization_config
         bnb_4bit_compute_dtype bnb_4bit_use_double_quant double_quantization""",
     "use model.quantize: nf4, as 8-bit weights are not trained": "load_in_8bit use_8bit",
+    "use data.supervise: assistant": "assistant_only_loss completion_only_loss answer_only_loss",
+    "use data.supervise: last": "mask_history",
+    "use data.supervise: all": "train_on_inputs train_on_input train_on_prompt",
+    "use adapter.method: lora": "use_peft use_lora",
+    "use adapter.method: dora": "use_dora peft_use_dora",
+    "use adapter.targets, with gate_proj, up_proj and down_proj": "apply_lora_to_mlp",
+    "use adapter.targets, with lm_head": "apply_lora_to_output",
+    "remove it: adapter.targets is all-linear by default": "lora_target_linear",
+    "use optim.master_weights: bf16": "pure_bf16",
+    "use perf.checkpointing: none": "disable_gradient_checkpointing",
+    "use perf.checkpointing: offload": "activation_offloading enable_activation_offloading",
+    "use train.steps, the number in all epochs together": "max_steps_per_epoch",
+    "remove it: model.router_loss is the weight of that loss": "output_router_logits",
     "use eval.every, a number of steps": "eval_strategy evaluation_strategy do_eval",
     "use save.every, a number of steps": "save_strategy",
     "remove it: a model without weights has model.init: random": "from_scratch",
@@ -136,7 +145,7 @@ ADVICE = {
         tensor_parallel_plan tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
         sequence_parallel device device_map local_rank""",
     "remove it: the files of model.name choose the classes of model and tokenizer": """
-        model_type tokenizer tokenizer_type processor_type tokenizer_use_fast use_fast_tokenizer
+        component model_type tokenizer tokenizer_type processor_type tokenizer_use_fast use_fast_tokenizer
         tokenizer_name_or_path tokenizer_config""",
     "remove it: the tokenizer and data.chat_template decide the tokens that end turns and documents": """
         eos_token pad_token eot_tokens train_on_eos train_on_eot""",
@@ -148,7 +157,7 @@ ADVICE = {
         lora_target_parameters loss_watchdog_threshold quantize_moe_experts""",
     "remove it: metrics.jsonl and the report of a run show it": """
         wandb_log_model log_peak_memory_stats include_tokens_per_second include_num_input_tokens_seen""",
-    "remove it: an evaluation uses batch.micro_rows": "per_device_eval_batch_size eval_batch_size",
+    "remove it: an evaluation uses batch.micro_rows": "per_device_eval_batch_size eval_batch_size batch_size_val",
     "use perf.checkpointing": "gradient_checkpointing_kwargs use_reentrant use_reentrant_gc selective_checkpointing",
     "remove it: rows of packed documents are cut where documents end": """
         packing_strategy padding_free eval_packing batch_flattening multipack_real_batches sample_packing_group_size
@@ -164,7 +173,14 @@ ADVICE = {
         lr_scheduler_kwargs cosine_min_lr_ratio min_lr lr_min loraplus_lr_ratio embedding_lr""",
     "remove it, and set HF_TOKEN in the environment": "hf_use_auth_token hf_hub_token use_auth_token",
 }
-"""What to do, for the names elsewhere that no key of a recipe equals."""
+"""What to do, for the names elsewhere that no key of a recipe equals. A name with `use` may be switched on."""
+
+SWITCHED_OFF = {
+    "use data.supervise: assistant": "use data.supervise: all",
+    "use data.supervise: all": "use data.supervise: assistant",
+    "use perf.checkpointing: none": "use perf.checkpointing: full",
+}
+"""What to do instead if such a name is false. For all others it is nothing."""
 
 LORA_4_BITS = "adapter.method: lora, with model.quantize: nf4"
 DORA_4_BITS = "adapter.method: dora, with model.quantize: nf4"
@@ -175,7 +191,7 @@ VALUES = {
         LORA_4_BITS: "qlora q_lora lora_4bit",
         DORA_4_BITS: "qdora",
         "adapter.method: none": "full sft null full_finetune fft all freeze",
-        "adapter.method: lora": "peft adapter true rslora lora+ loraplus adalora loha lokr pissa olora",
+        "adapter.method: lora": "peft adapter rslora lora+ loraplus adalora loha lokr pissa olora",
     },
     "data.form": {
         "data.form: instruction": "alpaca instruct alpaca_chat instructions",
@@ -230,9 +246,9 @@ VALUES = {
         "perf.ddp_compression: none": "false no null",
     },
     "data.supervise": {
-        "data.supervise: assistant": "assistants completion completions completion_only answer answers false",
+        "data.supervise: assistant": "assistants completion completions completion_only answer answers",
         "data.supervise: last": "last_turn final last_assistant",
-        "data.supervise: all": "everything full true prompt inputs",
+        "data.supervise: all": "everything full prompt inputs",
     },
     "data.long": {
         "data.long: truncate": "truncation cut right left true",
@@ -258,9 +274,11 @@ def key_of(name: str) -> str | None:
     return _key_by_name.get(_plain(name))
 
 
-def advice_on_key(name: str) -> str:
+def advice_on_key(name: str, value: object = True) -> str:
     """Return `; ` and what to do about a name from elsewhere that no key equals, or an empty string."""
     advice = _advice_by_name.get(_plain(name))
+    if advice and advice.startswith("use ") and (value is False or value is None):
+        advice = SWITCHED_OFF.get(advice, "remove it") if value is False else "remove it"
     return f"; {advice}" if advice else ""
 
 
@@ -274,4 +292,4 @@ def advice_on_value(key: str, value: object) -> str:
 
 
 def _plain(name: str) -> str:
-    return name.strip().lstrip("-").lower().replace("-", "_")
+    return name.lower().replace("-", "_").strip("_ \n\t")

@@ -6,6 +6,7 @@ misspelt key is reported in well under a second.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -29,6 +30,7 @@ from gearbox.config.recipe_values import (
     Trackers,
     listed,
 )
+from gearbox.errors import shown
 
 MAX_QUESTIONS = 256  # of a data set; more are not kept
 BUILTIN_TASKS = "builtin:tasks"
@@ -92,6 +94,16 @@ class Adapter(Group):
     """Probability of dropping an adapter's input; above 0, gears no longer draw the same random numbers."""
     targets: str | list[str] = "all-linear"
     """Modules to adapt: `all-linear` (every linear layer except the output head), or a list of names."""
+
+    @field_validator("targets")
+    @classmethod
+    def _no_other_spelling(cls, targets: str | list[str]) -> str | list[str]:
+        if isinstance(targets, str) and targets.lower() == "all":
+            raise ValueError("is 'all'; use all-linear")
+        if isinstance(targets, str) and "," in targets and re.fullmatch(r"[\w., -]+", targets):
+            names = ", ".join(part.strip() for part in targets.split(",") if part.strip())
+            raise ValueError(f"is {shown(targets)}; write a list: [{names}]")
+        return targets
 
 
 class Data(Group):

@@ -18,6 +18,7 @@ import yaml
 from gearbox import filesystem
 from gearbox.config.recipe import LOCAL_ENDINGS
 from gearbox.exporting.source import Raw, Source
+from gearbox.generation.saved_model import EXPORT_MANIFEST
 from gearbox.metrics import metrics_file
 from gearbox.metrics.metrics_file import perplexity
 from gearbox.model.pretrained import Pretrained
@@ -26,7 +27,7 @@ from gearbox.redact import redacted
 if TYPE_CHECKING:
     from gearbox.exporting.exporter import Result
 
-MANIFEST = "gearbox_export.json"
+MANIFEST = EXPORT_MANIFEST
 FORMAT = 1
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BARS = "▁▂▃▄▅▆▇█"

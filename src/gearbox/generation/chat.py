@@ -261,10 +261,11 @@ class Speakers:
         return Speaker(name, self.tuned.model, self.tuned.tokenizer, ignores_adapter=True)
 
     def _load_base(self) -> Speaker:
-        name = base_of(self.source)
-        if name is None:
+        found = base_of(self.source)
+        if found is None:
             raise UserError(f"/base: {self.source} does not say from which model its training started")
-        model, tokenizer = load_for_answers(name, self.trust_remote_code, "/base", self.switch, self.quantize)
+        name, revision = found
+        model, tokenizer = load_for_answers(name, self.trust_remote_code, "/base", self.switch, self.quantize, revision)
         if not tokenizer.chat_template:
             tokenizer.chat_template = self.tuned.tokenizer.chat_template
         return Speaker(name, model, tokenizer)

@@ -12,9 +12,10 @@ from gearbox.config.loader import YAML_ERRORS
 from gearbox.errors import UserError, nearest
 from gearbox.filesystem import MAX_SMALL_BYTES, read_limited
 
+EXPORT_MANIFEST = "gearbox_export.json"  # in a folder that src/export.py wrote
 CONFIGS = ("config.json", "adapter_config.json")
 HUB_ID = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
-CARD = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+CARD = re.compile(r"---\r?\n(.*?\n)---\r?\n", re.DOTALL)
 
 
 def find_model(name: str) -> str:
@@ -22,6 +23,13 @@ def find_model(name: str) -> str:
 
     Raise UserError if it is a run or a checkpoint without a saved model, or none of these.
     """
+    try:
+        return _find_model(name)
+    except PermissionError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def _find_model(name: str) -> str:
     if not os.path.exists(name):  # noqa: PTH110  Path raises for a long name
         if HUB_ID.fullmatch(name) and not os.path.isdir(name.partition("/")[0]):  # noqa: PTH112
             return name
@@ -47,22 +55,28 @@ def _similar(name: str) -> str:
         return ""
 
 
-def base_of(model: str) -> str | None:
-    """Return the folder or Hub id of the model from which a full fine-tune started, or None if it is not known.
+def base_of(model: str) -> tuple[str, str | None] | None:
+    """Return the model from which a full fine-tune started: its folder or Hub id, and its revision if one is known.
 
-    The run's own random weights come first, then model.name in its resolved.yaml, then base_model of the model card.
+    The run's own random weights come first, then the model of its resolved.yaml, then base_model of the model card.
+    An export's manifest has its revision. Return None if it is not known.
     """
-    folder = Path(model)
+    # Path.exists and Path.is_file raise for another user's folder.
+    folder = Path(model).resolve() if os.path.exists(model) else Path(model)  # noqa: PTH110
     run = folder.parent
-    if folder.name == "model" and (run / "base" / "config.json").is_file():
-        return str(run / "base")
+    if folder.name == "model" and os.path.isfile(run / "base" / "config.json"):  # noqa: PTH113
+        return str(run / "base"), None
     groups = _mapping(run / "resolved.yaml") if folder.name == "model" else {}
     settings = groups.get("model")
-    found = settings.get("name") if isinstance(settings, dict) else None
+    found, revision = (settings.get("name"), settings.get("revision")) if isinstance(settings, dict) else (None, None)
     if found is None:
         found = _mapping(folder / "README.md").get("base_model")
         found = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(found, str) and found else None
+        manifest = _mapping(folder / EXPORT_MANIFEST)
+        revision = manifest.get("base_revision") if manifest.get("base") == found else None
+    if not isinstance(found, str) or not found:
+        return None
+    return found, revision if isinstance(revision, str) else None
 
 
 def _mapping(path: Path) -> dict[object, object]:

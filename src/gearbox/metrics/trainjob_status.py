@@ -110,6 +110,8 @@ class TrainJobStatus:
             raise ValueError(f"{SERVER_URL}={self.url}: must begin with https://")
         context = ssl.create_default_context(cafile=os.environ.get(SERVER_CERTIFICATE))
         token = Path(os.environ[SERVER_TOKEN]).read_text(encoding="ascii").strip()
+        if token.split() != [token]:  # http.client would quote it in its refusal
+            raise ValueError(f"the file of {SERVER_TOKEN} has no token, or white space in it")
         server = http.client.HTTPSConnection(url.hostname, url.port, timeout=POST_SECONDS, context=context)
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         try:

@@ -269,12 +269,13 @@ def load_for_answers(
     key: str = "MODEL",
     switch: str = "trust_remote_code=true",
     quantize: bool = False,
+    revision: str | None = None,
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerFast]:
     """Load a saved model, or an adapter with its base, and its tokenizer on the first GPU, or else the CPU.
 
     A message names it by `key`, and `switch` as what lets its code run. `quantize` loads the weights in NF4.
     """
-    origin = saved = Pretrained(str(folder), None, trust_remote_code, key, switch)
+    origin = saved = Pretrained(str(folder), revision, trust_remote_code, key, switch)
     adapter = saved.adapter_folder()
     if adapter is not None:
         try:
