@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,8 @@ class Metric:
         while len(scores) < len(answered):
             if not keep_going():
                 return None
-            scores += self.world.decide(lambda: self._scores(answered[len(scores) :]))
+            left = answered[len(scores) :]
+            scores += self.world.decide(partial(self._scores, left))
         return sum(scores) / len(scores)
 
     def _load(self) -> None:

@@ -182,13 +182,16 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Lead the streams that this process was started without, as by `>&-`, to nowhere. No other file gets their number."""
+    """Lead the streams that this process was started without, as by `>&-`, to nowhere.
+
+    Otherwise other files would get their numbers.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open as long as the process
 
 
 def _exit(code: int) -> NoReturn:

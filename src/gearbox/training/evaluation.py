@@ -172,12 +172,12 @@ class Questions:
 def refuse_nothing_held_out(recipe: Recipe, num_held_out: int) -> None:
     """Raise UserError if evaluations are compared, and the share of the documents to hold out has none of them."""
     needs = {"eval.patience": recipe.eval.patience, "save.best": recipe.save.best}
-    if used := [key for key in needs if needs[key]]:
-        if recipe.eval.holds_out and not num_held_out:  # a rehearsal may replace documents
-            raise UserError(
-                f"{used[0]}: needs held-out documents, and eval.fraction={recipe.eval.fraction} holds out none of "
-                "these; raise eval.fraction, or set eval.path"
-            )
+    used = [key for key in needs if needs[key]]
+    if used and recipe.eval.holds_out and not num_held_out:  # a rehearsal may replace documents
+        raise UserError(
+            f"{used[0]}: needs held-out documents, and eval.fraction={recipe.eval.fraction} holds out none of these; "
+            "raise eval.fraction, or set eval.path"
+        )
 
 
 def _tokens_of(text: str, tokenizer: PreTrainedTokenizerFast, is_text: bool) -> list[int]:
