@@ -29,7 +29,7 @@ def test_a_function_gets_question_answer_and_expected_and_may_import_its_neighbo
 
 
 def test_a_slow_function_is_interrupted_between_answers(tmp_path, monkeypatch):
-    """A run that is asked to stop ends in time, and one that is not tells the watchdog that it goes on."""
+    """Stop on request, and look for one before each group."""
     metric, looks = Metric(made(tmp_path, "def score(q, a, e):\n    return len(q)"), SingleProcess()), []
     assert metric.mean(ANSWERED, lambda: looks.append(1) or True) == pytest.approx((4 + 4 + 6) / 3)
     assert len(looks) == 1, "fast answers are one group"

@@ -103,7 +103,7 @@ def log_of(path: Path) -> IO[str]:
     try:
         return path.open("a")
     except OSError:
-        return Path(os.devnull).open("w")
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def main() -> None:
