@@ -2,12 +2,15 @@
 
 import ast
 import io
+import os
 import time
+from contextlib import suppress
 
 import pytest
+from rich.cells import cell_len
 from rich.table import Table
 
-from gearbox import ROOT
+from gearbox import ROOT, console
 from gearbox.console import Screen, format_time, make_console, printable, status, styled
 from gearbox.launch import cli
 
@@ -91,3 +94,32 @@ def test_only_one_rank_shows_it(capsys):
     with status(make_console(speaks=False), "importing torch"):
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_a_screen_that_cannot_be_written_stops_nothing(monkeypatch, kind):
+    if kind == "full":
+        number = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, number = os.pipe()
+        os.close(reader)
+    stream = os.fdopen(number, "w", buffering=1)
+    monkeypatch.setattr(console, "_streams", (stream, stream))
+    screen = make_console(speaks=True)
+    for _ in range(3):
+        screen.print("a step")
+        console.report("an error")
+        assert not screen._buffer, "lines that are lost take no memory"
+    with suppress(OSError):
+        stream.close()
+
+
+def test_a_file_is_no_terminal_and_wide_letters_fit_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with (tmp_path / "log").open("w") as log:
+        monkeypatch.setattr(console, "_streams", (log, log))
+        assert make_console(speaks=True).is_terminal and not make_console(speaks=True).is_live
+    screen = Screen(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    screen.show("学習" * 30)
+    screen.show("")
+    assert [cell_len(line) for line in screen.file.getvalue().split("\r")] == [0, 39, 39, 0]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, Literal, TextIO
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.console import ConsoleDimensions as Dimensions
 from rich.text import Text
@@ -83,8 +84,19 @@ class Screen(Console):
 
     @property
     def is_live(self) -> bool:
-        """True if a line can be replaced: on a terminal, unless only what matters is printed."""
-        return self.is_terminal and not (self.quiet or _is_brief)
+        """True if a line can be replaced: on a terminal, unless only what matters is printed.
+
+        FORCE_COLOR makes rich take a file for a terminal.
+        """
+        is_terminal = self._force_terminal or (self.is_terminal and self.file.isatty())
+        return is_terminal and not (self.quiet or _is_brief)
+
+    def on_broken_pipe(self) -> None:
+        """Send what comes next to nowhere, because nobody reads it. Rich would end the process."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
 
     def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401  rich's options
         """Print, unless only what matters is printed."""
@@ -98,7 +110,9 @@ class Screen(Console):
         with _alone():
             shown = _live
             self.show("")
-            super().print(*objects, **options)
+            with suppress(OSError):  # the disk of a log may be full, and that stops no training
+                super().print(*objects, **options)
+            self._buffer.clear()  # of lines that could not be written
             self.show(shown)
 
     def show(self, text: str) -> None:
@@ -111,8 +125,9 @@ class Screen(Console):
         if not self.is_live or (not text and not _live):
             return
         with _alone():
-            text = printable(text).replace("\n", " ")[: self.width - 1]
-            blank = " " * (min(len(_live), self.width - 1) - len(text))
+            text, cells = printable(text).replace("\n", " "), self.width - 1
+            text = set_cell_size(text, min(cell_len(text), cells))
+            blank = " " * (min(cell_len(_live), cells) - cell_len(text))
             with suppress(OSError):
                 self.file.write(f"\r{text}{blank}" + ("" if text else "\r"))
                 self.file.flush()
@@ -160,9 +175,10 @@ def report(line: str, over_line_of_rank: bool = False) -> None:
     screen = Screen(stderr=True)
     with _alone():
         screen.show("")
-        if over_line_of_rank and screen.is_live:
-            screen.file.write("\r" + " " * (screen.width - 1) + "\r")
-        print(line, file=screen.file, flush=True)
+        with suppress(OSError):  # of a full disk or a closed pipe
+            if over_line_of_rank and screen.is_live:
+                screen.file.write("\r" + " " * (screen.width - 1) + "\r")
+            print(line, file=screen.file, flush=True)
 
 
 def printable(text: str) -> str:

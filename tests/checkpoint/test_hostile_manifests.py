@@ -31,7 +31,8 @@ ODD = [
 PLACES = [
     (), ("step",), ("progress",), ("progress", "step"), ("progress", "recent_losses"), ("progress", "recent_losses", 0),
     ("progress", "evaluated"), ("progress", "eval_loss"), ("progress", "best_step"), ("progress", "best_score"),
-    ("progress", "best_by"), ("progress", "num_not_better"), ("progress", "rows_hash"), ("progress", "seconds"),
+    ("progress", "best_by"), ("progress", "best_on"), ("progress", "num_not_better"), ("progress", "rows_hash"),
+    ("progress", "seconds"),
     ("parameters",), ("parameters", "w"), ("parameters", "w", 0), ("scalars",),
     ("scalars", "w"), ("scalars", "w", "step"), ("scalars", "w", "step", "float32"), ("recipe",), ("recipe", "model"),
     ("recipe", "train"), ("recipe", "train", "epochs"), ("recipe", "schedule"), ("recipe", "data", "path"), ("rows",),

@@ -17,7 +17,7 @@ def made(tmp_path, text: str, name: str = "score") -> str:
 
 
 def test_exact_match_ignores_space_around_an_answer():
-    assert Metric("exact_match", SingleProcess()).mean(ANSWERED) == pytest.approx(2 / 3)
+    assert Metric("exact_match", SingleProcess()).mean(ANSWERED, lambda: True) == pytest.approx(2 / 3)
 
 
 def test_a_function_gets_question_answer_and_expected_and_may_import_its_neighbours(tmp_path):
@@ -25,7 +25,26 @@ def test_a_function_gets_question_answer_and_expected_and_may_import_its_neighbo
     text = (
         "from neighbour import length\ndef score(question, answer, expected):\n    return length(question + expected)\n"
     )
-    assert Metric(made(tmp_path, text), SingleProcess()).mean(ANSWERED) == pytest.approx((5 + 5 + 7) / 3)
+    assert Metric(made(tmp_path, text), SingleProcess()).mean(ANSWERED, lambda: True) == pytest.approx((5 + 5 + 7) / 3)
+
+
+def test_a_slow_function_is_interrupted_between_answers(tmp_path, monkeypatch):
+    """Stop on request, and look for one before each group."""
+    metric, looks = Metric(made(tmp_path, "def score(q, a, e):\n    return len(q)"), SingleProcess()), []
+    assert metric.mean(ANSWERED, lambda: looks.append(1) or True) == pytest.approx((4 + 4 + 6) / 3)
+    assert len(looks) == 1, "fast answers are one group"
+    monkeypatch.setattr("gearbox.generation.metric.GROUP_SECONDS", -1.0)
+    assert metric.mean(ANSWERED, lambda: looks.append(1) or True) == pytest.approx((4 + 4 + 6) / 3)
+    assert len(looks) == 4
+    assert metric.mean(ANSWERED, lambda: looks.append(1) or len(looks) < 6) is None and len(looks) == 6
+
+
+def test_a_function_may_use_dataclasses_with_late_annotations(tmp_path):
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Judge:\n"
+        "    weight: float = 2.0\ndef score(q, a, e):\n    return Judge().weight\n"
+    )
+    assert Metric(made(tmp_path, text), SingleProcess()).mean(ANSWERED, lambda: True) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +62,7 @@ def test_a_function_gets_question_answer_and_expected_and_may_import_its_neighbo
 )
 def test_a_mistake_of_the_function_is_one_line(tmp_path, text, problem):
     with pytest.raises(UserError, match=r"^eval\.metric: ") as error:
-        Metric(made(tmp_path, text), SingleProcess()).mean(ANSWERED)
+        Metric(made(tmp_path, text), SingleProcess()).mean(ANSWERED, lambda: True)
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 

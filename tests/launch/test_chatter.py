@@ -88,3 +88,12 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path):
     (tmp_path / "run.log").mkdir()
     done = run_script(tmp_path, "")
     assert done.returncode == 0 and "run.log cannot be written: Is a directory" in done.stderr
+
+
+@pytest.mark.cold
+def test_a_program_without_standard_streams_runs(tmp_path):
+    code = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    arguments = [sys.executable, "-c", code, "-c", SCRIPT, str(tmp_path), ""]
+    environment = os.environ | {"HF_TOKEN": "hf_abcdefghijklmnop", "PYTHONPATH": PATH}
+    assert subprocess.run(arguments, env=environment, timeout=120, check=False).returncode == 0
+    assert "late C library" in (tmp_path / "run.log").read_text()

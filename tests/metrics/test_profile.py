@@ -104,6 +104,17 @@ def test_a_full_disk_is_reported_and_stops_nothing(tmp_path, capsys, monkeypatch
     full.after(2)
 
 
+def test_recording_ends_where_nothing_can_be_written(tmp_path, capsys):
+    """A recorder that went on would fill the memory."""
+    (tmp_path / "profile").touch()
+    stuck = profiler(tmp_path, "[1, 1]")
+    stuck.open(0)
+    assert torch.autograd._profiler_enabled()
+    stuck.after(1)
+    assert not torch.autograd._profiler_enabled()
+    assert "profile cannot be written" in capsys.readouterr().out
+
+
 def test_a_snapshot_needs_a_gpu(tmp_path, capsys):
     Profiler.open(profiler(tmp_path, "[5, 6]", 20, "run.memory_snapshot=true"), 0)
     assert "run.memory_snapshot: there is no GPU" in capsys.readouterr().out

@@ -11,7 +11,8 @@ from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gearbox.metrics import trackers
-from gearbox.metrics.tracker_start import Description, LocalTracker, Opened, start
+from gearbox.metrics.tracker_process import log_of
+from gearbox.metrics.tracker_start import Description, LocalTracker, Opened, start, tags_of_wandb
 from gearbox.metrics.trackers import Trackers
 
 SPOKEN: list[str] = []
@@ -304,3 +305,12 @@ def test_without_trackers_nothing_is_written(train):
     outcome = train("single", "run.trackers=[]")
     assert outcome.codes == [0], outcome.output
     assert not {"tensorboard", "trackers", "trackers.json"} & {path.name for path in outcome.folder.iterdir()}
+
+
+def test_tags_and_logs_that_are_refused_stop_no_tracker(tmp_path):
+    assert tags_of_wandb({"gear": "ddp", "method": "", "model": "m" * 99}) == ["ddp", "m" * 64]
+    (tmp_path / "run.log").mkdir()
+    for place, kept in (("other.log", "chatter"), ("run.log", None)):
+        with log_of(tmp_path / place) as log:
+            log.write("chatter")
+        assert kept is None or (tmp_path / place).read_text() == kept

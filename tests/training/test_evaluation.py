@@ -16,6 +16,7 @@ from gearbox.errors import UserError
 from gearbox.launch.outcome import read_outcome
 from gearbox.metrics import metrics_file
 from gearbox.rows import arranged
+from gearbox.training.evaluation import best_by, last_step, refuse_nothing_held_out
 from support.corpora import jsonl
 
 
@@ -203,6 +204,7 @@ def test_a_failing_metric_and_a_long_prompt_are_one_line(train, tmp_path):
             "eval.metric: must be exact_match, or your function such as scores.py:score, found",
         ),
         ("eval.metric=scores.py", "eval.metric: must be exact_match"),
+        ("eval.metric=exact_match data.supervise=all", "eval.metric: data.supervise=all trains questions too"),
         ("eval.metric_documents=1000", "eval.metric_documents: "),
         ('eval.prompts=[""]', "eval.prompts.0: "),
     ],
@@ -215,14 +217,49 @@ def test_settings_that_make_no_sense_are_refused(given, problem):
 @pytest.mark.unit
 def test_the_best_evaluation_is_the_first_with_the_highest_finite_score():
     state = TrainState()
+    state.judge_by("held-out loss", "")
     for step, score in enumerate([9.0, -3.0, -2.0, math.nan, -2.0, -1.0, -math.inf]):
         state.step = step
-        state.judge(score, "held-out loss")
+        state.judge(score)
     assert (state.best_step, state.best_score, state.num_not_better, state.score_before) == (5, -1.0, 1, 9.0)
     assert TrainState.from_json(state.to_json()) == state
-    state.judge(0.5, "exact_match")
+    state.judge_by("exact_match", "")
+    state.judge(0.5)
     assert (state.best_step, state.best_score, state.num_not_better, state.score_before) == (6, 0.5, 0, None)
     earlier = TrainState(step=4).to_json()
-    for name in ("best_by", "best_step", "best_score", "num_not_better", "score_before"):
+    for name in ("best_by", "best_on", "best_step", "best_score", "num_not_better", "score_before"):
         del earlier[name]
     assert TrainState.from_json(earlier | {"answers_before": {"a": "b"}}) == TrainState(step=4)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("given", "held_out", "goes_on"),
+    [
+        ("", "a", False),
+        ("eval.metric=exact_match", "a", True),
+        ("", "b", True),
+        ("eval.path=builtin:tasks", "a", False),
+    ],
+)
+def test_a_run_that_stopped_early_goes_on_if_it_is_judged_by_something_else(given, held_out, goes_on):
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", ["eval.patience=2", "eval.every=1", *given.split()])
+    for on in ("", best_by(load_recipe(ROOT / "recipes/tiny.yaml", []).eval, "a")[1]):
+        saved = TrainState(step=5, best_by="held-out loss", best_on=on, best_step=3, best_score=-1.0, num_not_better=2)
+        state = TrainState.from_json(saved.to_json())
+        state.judge_by(*best_by(recipe.eval, held_out))
+        is_other = goes_on and (bool(on) or bool(given))  # an earlier version did not name the documents
+        assert last_step(recipe.eval, state, 9) == (9 if is_other else 5)
+        assert (state.best_step, state.best_score) == ((0, None) if is_other else (3, -1.0))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("key", ["eval.patience=2", "save.best=true"])
+def test_evaluations_to_compare_need_a_held_out_document(key):
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", ["eval.every=1", key, "eval.fraction=0.01"])
+    with pytest.raises(
+        UserError, match=rf"^{key.split('=')[0]}: .* eval\.fraction=0\.01 holds out none of these; raise"
+    ):
+        refuse_nothing_held_out(recipe, 0)
+    refuse_nothing_held_out(recipe, 1)
+    refuse_nothing_held_out(load_recipe(ROOT / "recipes/tiny.yaml", []), 0)

@@ -14,7 +14,8 @@ from gearbox.rows.batches import StepBatch, chain_hash
 RECENT_LOSSES = 32  # a loss is compared with these to find a spike
 FEW_LOSSES = 16  # spikes are not detected with fewer losses
 MAX_BEST_BY = 2000  # characters
-ADDED_LATER = {"best_by", "best_step", "best_score", "num_not_better", "score_before"}  # not in earlier checkpoints
+# Fields that earlier checkpoints lack.
+ADDED_LATER = {"best_by", "best_on", "best_step", "best_score", "num_not_better", "score_before"}
 REMOVED = {"answers_before"}  # only in earlier checkpoints
 
 
@@ -63,6 +64,8 @@ class TrainState:
     """Held-out loss at that step."""
     best_by: Annotated[str, Field(max_length=MAX_BEST_BY)] = ""
     """The figure that decides which evaluation is the best: an eval.metric, or the held-out loss."""
+    best_on: Annotated[str, Field(max_length=MAX_BEST_BY)] = ""
+    """An identifier of the documents that it is measured on; empty in checkpoints of earlier versions."""
     best_step: Count = 0
     """The step of the best evaluation after the first step; 0 without one."""
     best_score: Number | None = None
@@ -87,11 +90,14 @@ class TrainState:
         self.recent_losses = [*recent, result.loss][-RECENT_LOSSES:]
         return is_spike
 
-    def judge(self, score: float, by: str) -> None:
-        """Count an evaluation at this step. A score that is not finite is never the best; higher is better."""
-        if by != self.best_by:  # the recipe has changed, so earlier scores are not comparable
+    def judge_by(self, by: str, on: str) -> None:
+        """Set the figure that decides from now on, and its documents. Forget earlier scores of others."""
+        if by != self.best_by or self.best_on not in ("", on):
             self.forget_best()
-            self.best_by = by
+        self.best_by, self.best_on = by, on
+
+    def judge(self, score: float) -> None:
+        """Count an evaluation at this step. A score that is not finite is never the best; higher is better."""
         if not self.step:
             self.score_before = score if math.isfinite(score) else None
         elif math.isfinite(score) and (self.best_score is None or score > self.best_score):
@@ -101,7 +107,8 @@ class TrainState:
 
     def forget_best(self) -> None:
         """Forget earlier scores, as if the run had not been evaluated yet."""
-        self.best_by, self.best_step, self.best_score, self.num_not_better, self.score_before = "", 0, None, 0, None
+        self.best_by = self.best_on = ""
+        self.best_step, self.best_score, self.num_not_better, self.score_before = 0, None, 0, None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a dict."""

@@ -224,7 +224,8 @@ class Eval(Group):
     """Documents to evaluate on instead of a fraction, read like `data.path` but without weights; copies of these are
     not trained on."""
     samples: Int = Field(2, ge=0)
-    """Number of held-out questions to answer at each evaluation, for you to read in `answers.jsonl`."""
+    """Number of held-out questions to answer at each evaluation, for you to read in `answers.jsonl`. With
+    `data.supervise: all` there are none."""
     prompts: list[Annotated[str, Field(min_length=1)]] = []
     """Questions of your own to answer at each evaluation, such as `["reverse abcd"]`."""
     sample_tokens: Int = Field(48, ge=1)
@@ -361,6 +362,11 @@ class Recipe(Group):
                 raise ValueError(f"{key}: needs held-out documents; set eval.fraction or eval.path")
             if key != "eval.metric" and not self.eval.every:
                 raise ValueError(f"{key}: compares the evaluations of a run, and eval.every is 0; set eval.every")
+        if self.eval.metric and self.data.supervise == "all":
+            raise ValueError(
+                "eval.metric: data.supervise=all trains questions too, so no chat is divided into a question and an "
+                "answer; set data.supervise=assistant, or remove eval.metric"
+            )
         return self
 
     @property

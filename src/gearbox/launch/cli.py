@@ -134,6 +134,7 @@ def run(main: Callable[[list[str]], int | None], diverts: bool = False) -> NoRet
     For -h and --help print the script's docstring, before anything is imported or checked. `diverts` sends what
     libraries print to a file (launch/chatter.py).
     """
+    _open_closed_streams()
     if not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
         if LaunchEnvironment.read().rank == 0:
             with suppress(BrokenPipeError):  # the reader, such as head, has closed the pipe
@@ -180,7 +181,21 @@ def _refuse(text: str) -> NoReturn:
     _exit(EXIT_USER_ERROR)  # without teardown, since other ranks may wait in a collective
 
 
+def _open_closed_streams() -> None:
+    """Lead the streams that this process was started without, as by `>&-`, to nowhere.
+
+    Otherwise other files would get their numbers.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
 def _exit(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)

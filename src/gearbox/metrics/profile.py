@@ -111,9 +111,10 @@ class Profiler:
             return
         self._unmark()
         try:
+            seconds = self._stop()  # first: a recorder that goes on fills the memory
             filesystem.make_folder(self.folder)
             if self._profile is not None:
-                self._write_trace(self._profile)
+                self._write_trace(self._profile, seconds)
             if self.snapshots:
                 path = self.folder / f"memory.{self._name('pickle')}"
                 self._write(path, lambda part: cast(Any, torch.cuda.memory)._dump_snapshot(str(part)))
@@ -151,12 +152,18 @@ class Profiler:
         """Return the end of a file's name. A run that was killed records other steps when it resumes."""
         return f"steps-{self._first}-{self._last}.rank-{self.rank}.{ending}"
 
-    def _write_trace(self, profile: torch.profiler.profile) -> None:
-        """Stop recording, write the trace and the figures, and print the figures of rank 0."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - self._began
-        profile.stop()
+    def _stop(self) -> float:
+        """Stop recording operations. Return the seconds that were recorded."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - self._began
+        finally:
+            if self._profile is not None:
+                self._profile.stop()
+
+    def _write_trace(self, profile: torch.profiler.profile, seconds: float) -> None:
+        """Write the trace and the figures, and print the figures of rank 0."""
         trace = self.folder / self._name("json.gz")
         self._write(trace, lambda part: profile.export_chrome_trace(str(part)))
         steps = (self._first or 0, self._last)

@@ -49,7 +49,7 @@ class RemoteTracker:
         paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        with (self.description.folder / "run.log").open("a") as log:
+        with log_of(self.description.folder / "run.log") as log:
             self.process = subprocess.Popen(
                 module,
                 stdin=pipe,
@@ -96,6 +96,14 @@ class RemoteTracker:
         if "error" in reply:
             raise TrackerError(reply["error"])
         return reply
+
+
+def log_of(path: Path) -> IO[str]:
+    """Return the run's log, or nowhere where files cannot be appended to, as in a bucket."""
+    try:
+        return path.open("a")
+    except OSError:
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def main() -> None:

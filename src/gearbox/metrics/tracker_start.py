@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PROJECT = "gearbox"
 REACH_SECONDS = 5.0  # to connect to a tracker's server
 INIT_SECONDS = 30.0
+MAX_WANDB_TAG = 64  # characters
 EMPTY_ZIP_BYTES = 22
 # Variables of a tracker's process, unless the user has set them. They stop what is sent home besides the run.
 ENVIRONMENT = {
@@ -206,7 +207,7 @@ def start_wandb(run: Description, run_id: str, resumes: bool, after: int) -> tup
             resume="allow",
             name=run.name,
             dir=str(_made(run.data)),
-            tags=[*run.tags.values()],
+            tags=tags_of_wandb(run.tags),
             mode=mode,
             settings=wandb.Settings(**settings),
         ),
@@ -218,6 +219,11 @@ def start_wandb(run: Description, run_id: str, resumes: bool, after: int) -> tup
         paths = run.data / "wandb" / f"offline-run-*-{run_id}"
         return tracker, Opened(run_id, _offline(reason, f"wandb sync {paths}"))
     return tracker, Opened(run_id, _at(tracker.tracker.url))
+
+
+def tags_of_wandb(tags: Mapping[str, str]) -> list[str]:
+    """Return the tags as W&B accepts them: it refuses empty and long ones."""
+    return [tag[:MAX_WANDB_TAG] for tag in tags.values() if tag]
 
 
 def start_mlflow(run: Description, run_id: str, resumes: bool, after: int) -> tuple[GeneralTracker, Opened]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gearbox.checkpoint.train_state import TrainState
 from gearbox.config.job import BatchPlan
-from gearbox.config.recipe import Eval
+from gearbox.config.recipe import Eval, Recipe
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 from gearbox.generation import batched
@@ -51,9 +52,13 @@ def last_step(recipe: Eval, state: TrainState, num_steps: int) -> int:
     return state.step if is_stuck else num_steps
 
 
-def best_by(recipe: Eval) -> str:
-    """Return the figure that decides which evaluation is the best."""
-    return recipe.metric or HELD_OUT_LOSS
+def best_by(recipe: Eval, held_out: str) -> tuple[str, str]:
+    """Return the figure that decides which evaluation is the best, and a hash of what it is measured on.
+
+    `held_out` identifies the held-out documents.
+    """
+    on = held_out if recipe.metric is None else f"{held_out} {recipe.metric_documents}"
+    return recipe.metric or HELD_OUT_LOSS, hashlib.sha256(on.encode()).hexdigest()[:16]
 
 
 def show_score(state: TrainState, score: float) -> str:
@@ -112,11 +117,12 @@ class Questions:
 
     @classmethod
     def of(cls, engine: Engine, rows: TrainingRows, tokenizer: PreTrainedTokenizerFast, is_text: bool) -> Questions:
-        """Prepare the questions. Raise UserError for a prompt that does not fit, or a metric that cannot score.
+        """Prepare the questions. Raise UserError for a prompt that does not fit, or if nothing can be scored.
 
         `is_text` is True if all documents are plain text. Then prompts are not turns of a chat.
         """
         recipe = engine.job.recipe
+        refuse_nothing_held_out(recipe, len(rows.held_out))
         room = min(recipe.batch.row_tokens, engine.num_positions or recipe.batch.row_tokens)
         prompts = [Sample(text, _tokens_of(text, tokenizer, is_text), None) for text in recipe.eval.prompts]
         for number, prompt in enumerate(prompts):
@@ -153,12 +159,25 @@ class Questions:
             Line(step=step, question=asked[i].question, expected=asked[i].answer, answer=answers[i]) for i in numbers
         ]
 
-    def score(self, recipe: Eval, answers: list[str]) -> float | None:
-        """Return the mean score of the held-out answers, or None without a metric."""
+    def score(self, recipe: Eval, answers: list[str], keep_going: Callable[[], bool]) -> float | None:
+        """Return the mean score of the held-out answers, or None without a metric or if `keep_going` returns False."""
         if self.metric is None:
             return None
         scored = zip(self.held_out[: recipe.metric_documents], answers, strict=False)
-        return self.metric.mean([Answered(one.question, answer, one.answer or "") for one, answer in scored])
+        return self.metric.mean(
+            [Answered(one.question, answer, one.answer or "") for one, answer in scored], keep_going
+        )
+
+
+def refuse_nothing_held_out(recipe: Recipe, num_held_out: int) -> None:
+    """Raise UserError if evaluations are compared, and the share of the documents to hold out has none of them."""
+    needs = {"eval.patience": recipe.eval.patience, "save.best": recipe.save.best}
+    used = [key for key in needs if needs[key]]
+    if used and recipe.eval.holds_out and not num_held_out:  # a rehearsal may replace documents
+        raise UserError(
+            f"{used[0]}: needs held-out documents, and eval.fraction={recipe.eval.fraction} holds out none of these; "
+            "raise eval.fraction, or set eval.path"
+        )
 
 
 def _tokens_of(text: str, tokenizer: PreTrainedTokenizerFast, is_text: bool) -> list[int]:

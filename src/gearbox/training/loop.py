@@ -167,14 +167,16 @@ def evaluate_if_due(
     answers = questions.answer(engine, keep_going) if result or not len(rows.held_out) else None
     if answers is None:
         return
+    score = questions.score(recipe, answers, keep_going)
+    if score is None and questions.metric is not None:
+        return
     state.evaluated = state.step
-    score = questions.score(recipe, answers)
     outputs.answers.add(questions.shown(recipe, state.step, answers))
     outputs.metrics.skip_time()
     if result is not None:
         state.eval_loss = result.loss
         outputs.metrics.evaluation(result.loss, result.exact_match, score)
-        state.judge(-result.loss if score is None else score, evaluation.best_by(recipe))
+        state.judge(-result.loss if score is None else score)
     outputs.report.request()
 
 

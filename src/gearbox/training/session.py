@@ -42,7 +42,7 @@ from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
 from gearbox.sharding import sharded_state
 from gearbox.sharding.unwrap import without_adapter
-from gearbox.training import resume, run_folder
+from gearbox.training import evaluation, resume, run_folder
 from gearbox.training.loop import passes_of
 from gearbox.training.run_folder import Run
 
@@ -76,6 +76,12 @@ class TrainingData:
         return " ".join(
             [*digests, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
         )
+
+    @property
+    def held_out_key(self) -> str:
+        """An identifier of the held-out tokens and their rows."""
+        documents = self.corpus if self.evaluated is None else self.evaluated
+        return run_folder.rows_key(documents.digest, self.rows.held_out)
 
 
 def prepare_data(job: Job) -> tuple[Job, TrainingData]:
@@ -266,6 +272,7 @@ def make_plan(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, 
     run.check_same(rows_key, base)
     switched_off = without_adapter(engine.unwrapped).own_dropout
     run.check_dropout(switched_off)
+    run.state.judge_by(*evaluation.best_by(job.recipe.eval, data.held_out_key))
     if run.state.step > rows.num_steps:
         raise UserError(
             f"train.steps: {rows.num_steps} is less than the {run.state.step} steps of {run.checkpoint}; increase it"
