@@ -331,6 +331,11 @@ def with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig,
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
+    if unused := adapted.load_adapter(str(folder), "default", use_safetensors=True).unexpected_keys:
+        raise UserError(
+            f"{folder / WEIGHTS}: {min(unused)}: is not in the model that is loaded here, like {len(unused) - 1} more "
+            "tensors; use this adapter with PEFT and the whole base"
+        )
     if (folder / "generation_config.json").is_file():
         adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return adapted
