@@ -331,14 +331,28 @@ def with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig,
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
-    if unused := adapted.load_adapter(str(folder), "default", use_safetensors=True).unexpected_keys:
-        raise UserError(
-            f"{folder / WEIGHTS}: {min(unused)}: is not in the model that is loaded here, like {len(unused) - 1} more "
-            "tensors; use this adapter with PEFT and the whole base"
-        )
+    _check_all_loaded(adapted, folder)
     if (folder / "generation_config.json").is_file():
         adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return adapted
+
+
+def _check_all_loaded(adapted: PeftModel, folder: Path) -> None:
+    """Raise UserError if the adapter has tensors for layers that are not loaded, such as those of a cut tower.
+
+    PEFT and torch leave them out without a word, so this loads the adapter once more and looks at the names.
+    """
+    left: set[str] = set()
+    hook = adapted.register_load_state_dict_pre_hook(
+        lambda module, state, *_: left.update(state.keys() - module.state_dict().keys())
+    )
+    adapted.load_adapter(str(folder), "default", use_safetensors=True)
+    hook.remove()
+    if left:
+        raise UserError(
+            f"{folder / WEIGHTS}: {min(left)}: is of a layer that is not loaded here, one of {len(left)} such tensors; "
+            "use this adapter with PEFT and the whole base"
+        )
 
 
 def check_weights(origin: Pretrained, config: PretrainedConfig) -> None:
