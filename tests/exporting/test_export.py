@@ -78,6 +78,8 @@ def test_a_checkpoint_is_exported_as_it_was_trained(train, tmp_path, gear, ranks
     assert front["pipeline_tag"] == "text-generation" and method in front["tags"] and "train:" in card
     if method == "full":
         return
+    rounded = export(checkpoint, tmp_path / "rounded", "--dtype", "bf16")
+    assert {one.dtype for one in load_file(rounded / weights).values()} == {torch.bfloat16}
     merged = export(outcome.folder, tmp_path / "merged", "--merge")
     assert not (merged / "adapter_config.json").exists()
     if method != "qlora":  # its base is the dequantized one, with which the export has compared it

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -342,11 +343,13 @@ def _check_all_loaded(adapted: PeftModel, folder: Path) -> None:
 
     PEFT and torch leave them out without a word, so this loads the adapter once more and looks at the names.
     """
+    import peft
+
     left: set[str] = set()
     hook = adapted.register_load_state_dict_pre_hook(
         lambda module, state, *_: left.update(state.keys() - module.state_dict().keys())
     )
-    adapted.load_adapter(str(folder), "default", use_safetensors=True)
+    peft.set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
     hook.remove()
     if left:
         raise UserError(
