@@ -223,9 +223,9 @@ def append(path: Path, content: bytes) -> None:
             raise
 
 
-def aside_of(path: Path) -> Path:
+def aside_of(path: Path, kind: str = "tmp") -> Path:
     """Return a new name in the same folder, for content that is renamed when it is complete."""
-    return path.with_name(f"{path.name}.tmp-{uuid4().hex[:8]}")
+    return path.with_name(f"{path.name}.{kind}-{uuid4().hex[:8]}")
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

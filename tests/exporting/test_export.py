@@ -10,6 +10,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
+from gearbox import filesystem
 from gearbox.checkpoint.manifest import MANIFEST
 from gearbox.errors import UserError
 from gearbox.exporting import comparing, exporter, merging
@@ -77,6 +78,8 @@ def test_a_checkpoint_is_exported_as_it_was_trained(train, tmp_path, gear, ranks
     assert front["pipeline_tag"] == "text-generation" and method in front["tags"] and "train:" in card
     if method == "full":
         return
+    rounded = export(checkpoint, tmp_path / "rounded", "--dtype", "bf16")
+    assert {one.dtype for one in load_file(rounded / weights).values()} == {torch.bfloat16}
     merged = export(outcome.folder, tmp_path / "merged", "--merge")
     assert not (merged / "adapter_config.json").exists()
     if method != "qlora":  # its base is the dequantized one, with which the export has compared it
@@ -197,16 +200,42 @@ def test_an_output_is_never_overwritten_by_mistake(base, tmp_path, monkeypatch):
     assert (folder / "gearbox_export.json").stat().st_ino != before
     copy = shutil.copytree(folder, tmp_path / "own")
     refused("contains what is exported", copy, copy, "--force")
+    moved = write_adapter(folder, tmp_path / "adapter")
+    refused("contains what is exported, or its base", moved, folder, "--force")
     monkeypatch.setattr(exporter, "free_bytes", lambda _: 1000)
     refused("needs .* MiB, but its disk has", base, tmp_path / "y")
 
 
-def test_the_last_checkpoint_of_an_unfinished_run_is_taken(train, tmp_path):
+@pytest.mark.parametrize("function", ["sync_tree", "rename"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_an_earlier_export_survives_an_interrupted_one(base, tmp_path, monkeypatch, function, error):
+    folder = export(base, tmp_path / "x")
+    before, real = (folder / "gearbox_export.json").stat().st_ino, getattr(filesystem, function)
+
+    def interrupted(*paths):
+        if function == "rename" and paths[1] != folder:
+            return real(*paths)
+        monkeypatch.setattr(filesystem, function, real)
+        raise error
+
+    monkeypatch.setattr(filesystem, function, interrupted)
+    with pytest.raises(UserError if error is OSError else error):
+        export(base, folder, "--force")
+    assert [*tmp_path.iterdir()] == [folder]
+    assert (folder / "gearbox_export.json").stat().st_ino == before
+
+
+@pytest.mark.parametrize("fault", ["manifest", "shard"])
+def test_the_last_checkpoint_of_an_unfinished_run_is_taken(train, tmp_path, fault):
     outcome = train("single", "save.every=1", "train.steps=3")
     status = outcome.folder / "status.json"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"outcome": "saved"}))
     newest = max((outcome.folder / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
-    (newest / MANIFEST).write_text("{}")
+    if fault == "manifest":
+        (newest / MANIFEST).write_text("{}")
+    else:
+        (shard,) = newest.glob("*.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     folder = export(outcome.folder, tmp_path / "x")
     assert json.loads((folder / "gearbox_export.json").read_text())["step"] == 2
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
 from gearbox import filesystem
 from gearbox.config.recipe import LOCAL_ENDINGS
@@ -120,7 +121,7 @@ def _front_matter(source: Source, result: Result, origin: Pretrained) -> Raw:
     found: Raw = {}
     if (hub := _hub_base(source)) is not None:
         found |= {"base_model": hub, "base_model_relation": "adapter" if adapter else "finetune"}
-    found |= _licence(origin)
+    found |= _licence(source, origin)
     sources = [] if source.recipe is None else [one.path for one in source.recipe.data.sources]
     datasets = sorted({one for one in sources if HUB_ID.fullmatch(one) and not one.endswith(LOCAL_ENDINGS)})
     if hubs := [one for one in datasets if not Path(one).exists()]:
@@ -133,11 +134,13 @@ def _front_matter(source: Source, result: Result, origin: Pretrained) -> Raw:
     }
 
 
-def _licence(origin: Pretrained) -> dict[str, str]:
-    """Return the license of the base, if the card in its folder names one."""
-    path = Path(origin.name) / "README.md"
+def _licence(source: Source, origin: Pretrained) -> dict[str, str]:
+    """Return the license of the base, if the card in its folder or in the cache of the Hub names one."""
     try:
-        text = filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode()
+        hub = _hub_base(source)
+        found_at = hub and try_to_load_from_cache(hub, "README.md", revision=source.revision)
+        path = Path(found_at) if isinstance(found_at, str) else Path(source.base or origin.name) / "README.md"
+        text = filesystem.read_limited(path, filesystem.MAX_SMALL_BYTES).decode().replace("\r\n", "\n")
         front = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else {}
         found = {key: front.get(key) for key in ("license", "license_name", "license_link")}
     except Exception:  # anyone may have written the card
@@ -223,11 +226,12 @@ def _use(source: Source, result: Result) -> str:
             if source.recipe is not None and source.recipe.model.add_tokens
             else ""
         )
+        pinned = "" if source.revision is None else f", revision={source.revision!r}"
         code = (
             f"{quantized[0]}from peft import PeftModel\n"
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_ID")\n'
-            f'model = AutoModelForCausalLM.from_pretrained({recorded_base(source)!r}, dtype="auto"{option})\n'
+            f'model = AutoModelForCausalLM.from_pretrained({recorded_base(source)!r}{pinned}, dtype="auto"{option})\n'
             f'{rows}model = PeftModel.from_pretrained(model, "FOLDER_OR_ID")'
         )
     return f"## Use\n\n````python\n{code}\n````"

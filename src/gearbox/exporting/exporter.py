@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gearbox import filesystem
@@ -75,11 +76,13 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
     writes_model = options.merge or not source.is_adapter
     if options.gguf:
         gguf_file.check(found.config, found.tokenizer)
-    dtype = str(found.dtype).removeprefix("torch.") if writes_model else "float32"
+    dtype = str(found.dtype).removeprefix("torch.")
     result = Result("merged model" if options.merge else "adapter" if source.is_adapter else "model", dtype)
     tensors = MergedTensors(found.model, found.dtype) if writes_model else None
     _check_space(options, tensors)
     texts = comparing.texts_of(source, found.tokenizer, comparing.num_positions(found.model))
+    if tensors is None and options.dtype:
+        _round_adapter(source, found, DTYPES[options.dtype])
     with _output(options) as aside, tempfile.TemporaryDirectory() as scratch:
         with status(screen, "computing what it predicts"):
             expected = _expected(found, texts, options, result, screen)
@@ -87,7 +90,7 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
             if tensors is not None:
                 _write_model(found, tensors, aside)
             else:
-                _write_adapter(source, found, options, aside)
+                result.dtype = _write_adapter(source, found, DTYPES.get(options.dtype or ""), aside)
             found.tokenizer.save_pretrained(aside)
             _add_older_keys(aside, found.tokenizer)
             card.write(source, result, found.origin, options.command, aside)
@@ -134,8 +137,9 @@ def _check(source: Source, options: Options) -> None:
             raise UserError(f"--output: {output} exists and is not an earlier export; give another folder")
         if exists and not options.force:
             raise UserError(f"--output: {output} exists; add --force to replace it, or give another folder")
-        if source.folder.resolve().is_relative_to(output.resolve()):
-            raise UserError(f"--output: {output} contains what is exported; give another folder")
+        needed = [str(source.folder), source.base, source.recipe and source.recipe.adapter.path]
+        if any(Path(one).resolve().is_relative_to(output.resolve()) for one in needed if one):
+            raise UserError(f"--output: {output} contains what is exported, or its base; give another folder")
         filesystem.make_folder(output.absolute().parent)
     except OSError as error:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}; give another folder") from None
@@ -157,15 +161,19 @@ def _check_space(options: Options, tensors: MergedTensors | None) -> None:
 def _output(options: Options) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the output at once. An earlier export is replaced only then."""
     output = options.output
-    old = filesystem.aside_of(output)
+    old = filesystem.aside_of(output, "earlier")
     try:
         with filesystem.atomic_folder(output) as aside:
             yield aside
             if output.exists():
+                filesystem.sync_tree(aside)  # this may take minutes, in which the earlier export keeps its name
                 filesystem.rename(output, old)
-    except OSError as error:
-        if old.exists() and not output.exists():
+    except BaseException as error:  # also a signal
+        if old.exists():
+            filesystem.remove(output)
             filesystem.rename(old, output)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"--output: {output} cannot be written: {error.strerror or error}; give another folder"
         ) from None
@@ -197,24 +205,46 @@ def _write_model(found: Loaded, tensors: MergedTensors, folder: Path) -> None:
     export.save_full(writer, tensors, found.origin.name, found.dtype, folder)
 
 
-def _write_adapter(source: Source, found: Loaded, options: Options, folder: Path) -> None:
-    """Write an adapter in PEFT's format."""
-    cast_to = DTYPES.get(options.dtype or "")
+def _round_adapter(source: Source, found: Loaded, dtype: torch.dtype) -> None:
+    """Round the weights of a loaded adapter to the dtype of its file, so that both compute the same."""
+    for tensor in _adapter_tensors(source, found).values():
+        tensor.copy_(_cast(tensor, dtype))
+
+
+def _adapter_tensors(source: Source, found: Loaded) -> dict[str, torch.Tensor]:
+    """Return the tensors of a loaded adapter by their names in the model."""
+    named = {name: t.detach() for name, t in (*found.model.named_parameters(), *persistent_buffers(found.model))}
+    if source.manifest is None:
+        with safe_open(source.folder / WEIGHTS, "pt") as file:
+            held = {*file.keys()}
+        return {name: tensor for name, tensor in named.items() if "lora_" in name or name in held}
+    assert source.recipe is not None
+    trained = {name for name, p in found.model.named_parameters() if p.requires_grad}
+    trained |= {*adapters.saved_frozen_names(found.model, source.recipe)}
+    return {name: tensor for name, tensor in named.items() if name in trained}
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_adapter(source: Source, found: Loaded, dtype: torch.dtype | None, folder: Path) -> str:
+    """Write an adapter in PEFT's format. Return the dtypes of its tensors."""
     base = card.recorded_base(source)
     if source.manifest is None:
-        tensors = load_file(source.folder / WEIGHTS)
-        settings = filesystem.read_json_object(source.folder / ADAPTER) | {"base_model_name_or_path": base}
+        weights = {name: _cast(one, dtype) for name, one in load_file(source.folder / WEIGHTS).items()}
+        settings = filesystem.read_json_object(source.folder / ADAPTER)
+        settings |= {"base_model_name_or_path": base, "revision": source.revision}
         filesystem.write(folder / ADAPTER, card.as_json(settings))
-        save_file({k: v.to(cast_to or v.dtype) for k, v in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
         if (source.folder / "generation_config.json").is_file():
             shutil.copyfile(source.folder / "generation_config.json", folder / "generation_config.json")
-        return
-    assert source.recipe is not None
-    also = adapters.saved_frozen_names(found.model, source.recipe)
-    named = [*found.model.named_parameters(), *persistent_buffers(found.model)]
-    weights = {name: t.detach() for name, t in named if t.requires_grad or name in also}
-    weights = {name: tensor.to(cast_to or tensor.dtype) for name, tensor in weights.items()}
-    export.save_adapter(cast("PeftModel", found.model), weights, base, folder)
+    else:
+        weights = {name: _cast(tensor, dtype) for name, tensor in _adapter_tensors(source, found).items()}
+        adapted = cast("PeftModel", found.model)
+        adapted.peft_config["default"].revision = source.revision
+        export.save_adapter(adapted, weights, base, folder)
+    return ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in weights.values()}))
 
 
 def _add_older_keys(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

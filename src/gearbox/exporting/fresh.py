@@ -115,16 +115,17 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
 
         settings = json.loads((Path(job.folder) / "adapter_config.json").read_text())
         name = job.base or settings["base_model_name_or_path"]
-        options |= {"revision": settings.get("revision")}
+        revision = settings.get("revision")
+        options |= {"revision": revision}
     else:
-        name = job.folder
+        name, revision = job.folder, None
     if job.is_quantized:
         options |= {"quantization_config": nf4(torch.float32), "dtype": torch.float32}
     elif job.gguf:
         options |= {"dtype": torch.float32}
     else:
         options |= {"dtype": "auto", "use_safetensors": True}
-    config = _config(name, job)
+    config = _config(name, revision, job)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
     if job.is_quantized:
@@ -148,11 +149,11 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
     return model, problems
 
 
-def _config(name: str, job: Job) -> PretrainedConfig:
+def _config(name: str, revision: str | None, job: Job) -> PretrainedConfig:
     """Return the config. A GGUF file holds Mistral as a Llama, and transformers needs to be told."""
     from transformers import AutoConfig, LlamaConfig
 
-    config = AutoConfig.from_pretrained(name, trust_remote_code=job.trust_remote_code)
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=job.trust_remote_code)
     if job.gguf and config.model_type == "mistral":
         return LlamaConfig.from_dict({key: value for key, value in config.to_dict().items() if key != "model_type"})
     return config

@@ -61,7 +61,7 @@ def load(source: Source, dtype: torch.dtype | None, trust_remote_code: bool) -> 
         "attn_implementation": loading.attention_of(config),
         **({"quantization_config": loading.nf4(torch.float32)} if quantize else {}),
     }
-    given = model.model_copy(update={"quantize": "nf4" if quantize else None})
+    given = model.model_copy(update={"quantize": "nf4" if quantize else None, "revision": origin.revision})
     base = loading.load_weights(config, given, origin.name, options, None)
     base.own_dropout = {}
     if source.manifest is not None:
@@ -77,8 +77,9 @@ def load(source: Source, dtype: torch.dtype | None, trust_remote_code: bool) -> 
 
 def skeleton(loaded: Loaded) -> PreTrainedModel:
     """Return the loaded model without weights and without an adapter: it knows how its files are written."""
-    name = Model(name=loaded.origin.name, trust_remote_code=loaded.origin.trust_remote_code)
-    empty = loading.load_weights(loaded.config, name, loaded.origin.name, dict(META), None)
+    origin = loaded.origin
+    named = Model(name=origin.name, revision=origin.revision, trust_remote_code=origin.trust_remote_code)
+    empty = loading.load_weights(loaded.config, named, origin.name, dict(META), None)
     rows = len(without_adapter(loaded.model).get_input_embeddings().weight)  # an adapted layer has no num_embeddings
     if rows != empty.get_input_embeddings().num_embeddings:
         empty.resize_token_embeddings(rows, mean_resizing=False)
@@ -90,9 +91,12 @@ def skeleton(loaded: Loaded) -> PreTrainedModel:
 def _model_of(source: Source, trust_remote_code: bool) -> Model:
     """Return the model group of the recipe. Code of a model runs only if this command allows it too."""
     if source.recipe is None:
-        return Model(name=source.base or str(source.folder), trust_remote_code=trust_remote_code)
+        name = source.base or str(source.folder)
+        return Model(name=name, revision=source.revision, trust_remote_code=trust_remote_code)
     asked = source.recipe.model.trust_remote_code
-    return source.recipe.model.model_copy(update={"trust_remote_code": asked and trust_remote_code})
+    return source.recipe.model.model_copy(
+        update={"revision": source.revision, "trust_remote_code": asked and trust_remote_code}
+    )
 
 
 def _origin(source: Source, model: Model) -> Pretrained:
@@ -115,7 +119,7 @@ def _origin(source: Source, model: Model) -> Pretrained:
     path = recipe.adapter.path
     if path is not None and not (Path(path) / WEIGHTS).is_file():
         raise UserError(f"adapter.path: {path!r}, with which {source.folder} began, is missing; restore it")
-    if loading.fingerprint(source.base, recipe) != manifest.base:
+    if loading.fingerprint(source.base, recipe.model_copy(update={"model": model})) != manifest.base:
         raise UserError(
             f"base: {source.base!r} has changed since {source.folder} was trained on it; restore its files, or add "
             "--base FOLDER_OR_ID"
@@ -134,7 +138,7 @@ def _tokenizer(source: Source, model: Model, origin: Pretrained) -> PreTrainedTo
         raise UserError(
             f"data.chat_template: {template!r} is not here; go to the folder where the run was started, or restore it"
         )
-    model = model.model_copy(update={"name": origin.name, "revision": origin.revision})
+    model = model.model_copy(update={"name": origin.name})
     tokens = [token for token in model.add_tokens if token not in origin.tokenizer().get_vocab()]
     return loading.load_tokenizer(model.model_copy(update={"add_tokens": tokens}), template, rehearse=False)
 

@@ -75,12 +75,15 @@ def find(path: Path, base: str | None, screen: Screen) -> Source:
     if not is_folder:
         raise UserError(f"SOURCE: {path} is not a folder; give a run such as runs/first, or one of its checkpoints")
     if (path / MANIFEST).exists():
-        source = _of_checkpoint(path)
+        try:
+            source = _of_checkpoint(path)
+        except CorruptCheckpoint as error:
+            raise UserError(f"{path}: {error}; export another checkpoint") from None
     elif (path / MODEL).exists() or (path / ADAPTER).exists():
         source = _of_saved(path)
     else:
         source = _of_run(path, screen)
-    return source if base is None else replace(source, base=base, revision=None)
+    return source if base in (None, source.base) else replace(source, base=base, revision=None)
 
 
 def _of_run(run: Path, screen: Screen) -> Source:
@@ -91,28 +94,28 @@ def _of_run(run: Path, screen: Screen) -> Source:
         return _of_saved(saved)
     for _, folder in folders.list_checkpoints(run / "checkpoints"):
         try:
-            read_manifest(folder)
+            return _of_checkpoint(folder)
         except CorruptCheckpoint as error:
             screen.print(f"skipping {folder}: {error}")
-            continue
-        return _of_checkpoint(folder)
     raise UserError(f"SOURCE: {run} has neither a saved model nor a checkpoint; give the folder of a run with one")
 
 
 def _of_checkpoint(folder: Path) -> Source:
-    """Return a checkpoint whose every byte was verified."""
-    try:
-        manifest = read_manifest(folder)
-        verify_shards(folder, manifest.files)
-    except CorruptCheckpoint as error:
-        raise UserError(f"{folder}: {error}; export another checkpoint") from None
+    """Return a checkpoint whose every byte was verified. Raise CorruptCheckpoint if it is damaged."""
+    manifest = read_manifest(folder)
+    verify_shards(folder, manifest.files)
     run = folder.resolve().parent.parent
     recipe = _recipe(manifest.recipe, folder / MANIFEST)
-    is_random = recipe.model.init == "random" or recipe.run.rehearse
-    base = str(run / "base") if is_random else recipe.model.name
     return Source(
-        folder, run if (run / "checkpoints").is_dir() else None, recipe, manifest, base, recipe.model.revision
+        folder, run if (run / "checkpoints").is_dir() else None, recipe, manifest, *_trained_from(recipe, run)
     )
+
+
+def _trained_from(recipe: Recipe, run: Path) -> tuple[str, str | None]:
+    """Return the folder or Hub id of the model that a run trained, and its revision."""
+    if recipe.model.init == "random" or recipe.run.rehearse:
+        return str(run / "base"), None
+    return recipe.model.name, recipe.model.revision
 
 
 def _of_saved(folder: Path) -> Source:
@@ -125,9 +128,9 @@ def _of_saved(folder: Path) -> Source:
         except (OSError, *YAML_ERRORS) as error:
             raise UserError(f"{resolved}: cannot be read: {one_line(error)}; export a checkpoint instead") from None
         recipe = _recipe(content, resolved)
-    found = Source(folder, run if recipe is not None else None, recipe)
+    found = Source(folder, None) if recipe is None else Source(folder, run, recipe, None, *_trained_from(recipe, run))
     if not (folder / ADAPTER).exists():
-        return replace(found, base=None if recipe is None else recipe.model.name)
+        return found
     try:
         settings = read_adapter_config(folder)
     except ValueError as error:

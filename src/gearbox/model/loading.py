@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -332,9 +333,30 @@ def with_saved_adapter(model: PreTrainedModel, folder: Path, config: PeftConfig,
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
+    _check_all_loaded(adapted, folder)
     if (folder / "generation_config.json").is_file():
         adapted.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return adapted
+
+
+def _check_all_loaded(adapted: PeftModel, folder: Path) -> None:
+    """Raise UserError if the adapter has tensors for layers that are not loaded, such as those of a cut tower.
+
+    PEFT and torch leave them out without a word, so this loads the adapter once more and looks at the names.
+    """
+    import peft
+
+    left: set[str] = set()
+    hook = adapted.register_load_state_dict_pre_hook(
+        lambda module, state, *_: left.update(state.keys() - module.state_dict().keys())
+    )
+    peft.set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
+    hook.remove()
+    if left:
+        raise UserError(
+            f"{folder / WEIGHTS}: {min(left)}: is of a layer that is not loaded here, one of {len(left)} such tensors; "
+            "use this adapter with PEFT and the whole base"
+        )
 
 
 def check_weights(origin: Pretrained, config: PretrainedConfig) -> None:
