@@ -129,6 +129,39 @@ def test_several_files_and_another_dtype(base, adapter, tmp_path, monkeypatch):
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
 
 
+MIXTURE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+DEEP = MIXTURE | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "in_fp32"),
+    [
+        ("glm4_moe", DEEP | {"n_shared_experts": 1}, {"model.layers.1.mlp.gate.e_score_correction_bias"}),
+        ("ernie4_5_moe", MIXTURE | {"moe_num_experts": 8}, {"model.layers.1.mlp.gate.weight"}),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, set()),
+        ("mamba", {"state_size": 8}, set()),
+    ],
+)
+def test_a_model_in_bf16_keeps_in_fp32_what_its_family_does(tmp_path, family, sizes, in_fp32):
+    """Route tokens by biases as large as published ones, which bf16 would change."""
+    base = write_model(family, tmp_path / "base", torch.bfloat16, **sizes)
+    weights = load_file(base / "model.safetensors")
+    for name in [name for name in weights if "correction_bias" in name]:
+        weights[name] = 14 + 0.02 * torch.randn(weights[name].shape)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    found = load_file(export(base, tmp_path / "x", "--dtype", "bf16") / "model.safetensors")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert in_fp32 <= kept and {*found} - kept, kept
+    assert all(torch.equal(found[name].float(), weights[name].float()) for name in weights)
+
+
+def test_the_head_is_not_rounded_by_the_comparison(tmp_path):
+    """Mamba casts what enters the head to the head's dtype, which differs between a base and its merge."""
+    base = write_model("mamba", tmp_path / "base", torch.bfloat16, state_size=8)
+    adapter = write_adapter(base, tmp_path / "adapter", target_modules=["in_proj", "lm_head"])
+    export(adapter, tmp_path / "x", "--merge", "--dtype", "fp32")
+
+
 @pytest.mark.parametrize("fault", ["scale", "nothing", "rounded away"])
 def test_a_wrong_merge_is_refused(base, tmp_path, monkeypatch, fault):
     with_delta = merging._with_delta

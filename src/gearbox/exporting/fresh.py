@@ -138,14 +138,31 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, job.folder, use_safetensors=True), problems
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-    if dtypes != {job.dtype}:
-        problems.append(f"its weights are {', '.join(sorted(dtypes))}, not {job.dtype}")
+    problems += _problems_of_dtypes(model, job)
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     head, embedding = model.get_output_embeddings(), without_adapter(model).get_input_embeddings()
     if head is not None and (head.weight is embedding.weight) != tied:
         problems.append(f"tie_word_embeddings is {tied}, but the head is {'' if tied else 'not '}a separate weight")
     return model, problems
+
+
+def _problems_of_dtypes(model: PreTrainedModel, job: Job) -> Iterator[str]:
+    """Yield what is wrong with the dtypes in the files. Towers keep theirs, and some families keep weights in fp32."""
+    import torch
+    from safetensors import safe_open
+
+    from gearbox.checkpoint.shards import FILE_DTYPES
+    from gearbox.sharding.unwrap import is_composite
+
+    wanted, found = getattr(torch, job.dtype), set()
+    for path in Path(job.folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a dict
+    held = {dtype for dtype, name in FILE_DTYPES.items() if name in found and dtype.is_floating_point}
+    others = held - {wanted} - ({torch.float32} if model._get_dtype_plan(wanted) else set())
+    if wanted not in held or (others and not is_composite(model.config)):
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in held)
+        yield f"its weights are {', '.join(names)}, not {job.dtype}"
 
 
 def _config(name: str, job: Job) -> PretrainedConfig:

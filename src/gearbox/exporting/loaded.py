@@ -150,6 +150,7 @@ def _restored(
     if source.is_adapter:
         model = adapters.attach_adapter(base, recipe)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = export.file_dtypes(base, torch.float32 if source.is_adapter else dtype)
     try:
         reader = ShardReader(source.folder, manifest)
         if missing := sorted(trained.keys() - reader.shapes.keys()):
@@ -160,8 +161,7 @@ def _restored(
         for name, parameter in trained.items():
             if [*parameter.shape] != reader.shapes[name]:
                 raise CorruptCheckpoint(f"{name} is {reader.shapes[name]}, but {[*parameter.shape]} in the model")
-            kept = torch.float32 if source.is_adapter else dtype
-            parameter.data = reader.read("parameter", name).view(parameter.shape).to(kept)
+            parameter.data = reader.read("parameter", name).view(parameter.shape).to(kept(name))
         for name, buffer in persistent_buffers(model):
             if "buffer" in reader.kinds(name):
                 buffer.copy_(reader.read("buffer", name).view(buffer.shape))
