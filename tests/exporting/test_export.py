@@ -1,6 +1,7 @@
 """Test exports: from every kind of source, merged or not, verified, refused where they are wrong, and then absent."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -214,6 +215,58 @@ def test_a_damaged_checkpoint_or_base_is_refused(train, tmp_path, fault):
     refused("corrupt|has changed since|is not a folder here", checkpoint, tmp_path / "x")
     if fault == "no base":
         export(checkpoint, tmp_path / "x", "--base", str(tmp_path / "moved"))
+
+
+@pytest.mark.parametrize("fault", ["lacks a tensor", "empty", "other base"])
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(base, adapter, tmp_path, fault):
+    damaged, flags = shutil.copytree(adapter, tmp_path / "damaged"), ()
+    weights = damaged / "adapter_model.safetensors"
+    if fault == "lacks a tensor":
+        tensors = load_file(weights)
+        tensors.pop(min(tensors))
+        save_file(tensors, weights, {"format": "pt"})
+    elif fault == "empty":
+        weights.write_bytes(b"")
+    else:
+        flags = ("--base", str(write_model("llama", tmp_path / "narrow", hidden_size=32)))
+    refused("SOURCE with the base '.*damaged", damaged, tmp_path / "x", *flags)
+
+
+def test_a_disk_without_room_for_an_adapter_is_one_line(adapter, tmp_path, monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limit[1]))  # the adapter is larger
+    try:
+        refused("--output: .* cannot be written", adapter, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    monkeypatch.setattr(exporter, "free_bytes", lambda _: exporter.RESERVE + 8000)
+    refused("needs .* MiB, but its disk has", adapter, tmp_path / "x")
+
+
+def test_the_current_folder_can_be_the_output(adapter, tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    export(adapter, ".", "--force")
+    assert (tmp_path / "x/adapter_model.safetensors").is_file()
+
+
+def test_a_template_that_wants_a_system_message_is_exported(base, tmp_path):
+    source = shutil.copytree(base, tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ raise_exception('the first message must be of the system') }}")
+    assert "raise_exception" in (export(source, tmp_path / "x") / "chat_template.jinja").read_text()
+
+
+def test_a_quantized_base_is_kept_or_named(adapter, tmp_path):
+    """Export an adapter as one. Refuse a plain model: the files of the base do not have one."""
+    plain = write_model("llama", tmp_path / "plain", torch.bfloat16)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=settings)
+    packed.save_pretrained(tmp_path / "packed")
+    experts.TOKENIZER.save_pretrained(tmp_path / "packed")
+    flags = ("--base", str(tmp_path / "packed"))
+    assert (export(adapter, tmp_path / "x", *flags) / "adapter_model.safetensors").is_file()
+    refused("--merge: .* are quantized; give by --base", adapter, tmp_path / "y", "--merge", *flags)
+    refused("SOURCE: .* has quantized weights", tmp_path / "packed", tmp_path / "y", "--dtype", "bf16")
 
 
 def test_an_output_is_never_overwritten_by_mistake(base, tmp_path, monkeypatch):

@@ -18,17 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.exporting.source import Raw
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import python_path, without_launcher
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 NEW_TOKENS = 8
-QUESTION = "What is 12 + 30? Answer with the number only."
 INDEX = "model.safetensors.index.json"
 
 
@@ -55,7 +53,7 @@ def run(job: Job) -> str:
     """Load and ask a folder in a fresh process. Return the answer. Raise UserError with what is wrong."""
     place = Path(job.results).with_suffix(".json")
     place.write_text(json.dumps(asdict(job)))
-    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "gearbox.exporting.fresh", str(place)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
@@ -87,11 +85,7 @@ def main(job: Job) -> dict[str, str]:
     if problems:
         return {"problem": problems[0]}
     save_file({"logits": comparing.logits(model.eval(), job.texts).contiguous()}, job.results)
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": QUESTION}]
-        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    else:
-        prompt = QUESTION
+    prompt = comparing.prompt_of(comparing.QUESTIONS[0], tokenizer)
     tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"][-comparing.MAX_TOKENS :]])
     mask = torch.ones_like(tokens)
     pad = tokenizer.eos_token_id
@@ -127,8 +121,7 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
     config = _config(name, job)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
-    if job.is_quantized:
-        keep_storage(model)
+    keep_storage(model)
     if job.gguf:
         return model, []
     problems = [f"{kind}: {min(map(str, found))}" for kind, found in info.items() if found]

@@ -134,7 +134,9 @@ def _with_delta(weight: torch.Tensor, adapter: LoraLayer, is_transposed: bool) -
 
 @contextmanager
 def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = None) -> Iterator[None]:
-    """Let the model compute in fp32, although its weights stay in their dtype: only one layer and the head are converted.
+    """Let the model compute in fp32, although its weights stay in their dtype.
+
+    Only one layer at a time, and the head, are converted.
 
     With `as_merged`, it computes with merged weights, rounded to that dtype, and without adapters.
     """
@@ -142,7 +144,7 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
     adapted = adapters_by_layer(base) if base is not model else {}
     kept: dict[nn.Module, list[Callable[[], None]]] = {}
     dtype_of = file_dtypes(base, as_merged or torch.float32)
-    rounded = {id(parameter): dtype_of(_clean("", name)) for name, parameter in base.named_parameters()}
+    paths = {module: path for path, module in base.named_modules()}
 
     def convert(unit: nn.Module, *_: object) -> None:
         undo = kept.setdefault(unit, [])
@@ -151,7 +153,7 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
                 is_packed = getattr(parameter, "quant_state", None) is not None
                 if as_merged is not None and (parameter.is_floating_point() or is_packed):
                     weight = merged(module, name, adapted.get(module, []))
-                    weight = weight.to(rounded[id(parameter)]).float()
+                    weight = weight.to(dtype_of(_clean(paths[module], name))).float()
                 elif is_packed or not parameter.is_floating_point():
                     continue
                 else:
