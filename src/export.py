@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> None:
         hub.check(options.push)
     found = source.find(options.source, options.base, screen)
     output = options.output or default_output(found)
+    if output.name in ("", ".."):  # such as `.`: the folder is renamed
+        output = output.resolve()
     asked = exporter.Options(
         output,
         options.merge,

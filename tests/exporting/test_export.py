@@ -1,6 +1,7 @@
 """Test exports: from every kind of source, merged or not, verified, refused where they are wrong, and then absent."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,39 @@ def test_several_files_and_another_dtype(base, adapter, tmp_path, monkeypatch):
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
 
 
+MIXTURE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+DEEP = MIXTURE | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "in_fp32"),
+    [
+        ("glm4_moe", DEEP | {"n_shared_experts": 1}, {"model.layers.1.mlp.gate.e_score_correction_bias"}),
+        ("ernie4_5_moe", MIXTURE | {"moe_num_experts": 8}, {"model.layers.1.mlp.gate.weight"}),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}, set()),
+        ("mamba", {"state_size": 8}, set()),
+    ],
+)
+def test_a_model_in_bf16_keeps_in_fp32_what_its_family_does(tmp_path, family, sizes, in_fp32):
+    """Route tokens by biases as large as published ones, which bf16 would change."""
+    base = write_model(family, tmp_path / "base", torch.bfloat16, **sizes)
+    weights = load_file(base / "model.safetensors")
+    for name in [name for name in weights if "correction_bias" in name]:
+        weights[name] = 14 + 0.02 * torch.randn(weights[name].shape)
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    found = load_file(export(base, tmp_path / "x", "--dtype", "bf16") / "model.safetensors")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert in_fp32 <= kept and {*found} - kept, kept
+    assert all(torch.equal(found[name].float(), weights[name].float()) for name in weights)
+
+
+def test_the_head_is_not_rounded_by_the_comparison(tmp_path):
+    """Mamba casts what enters the head to the head's dtype, which differs between a base and its merge."""
+    base = write_model("mamba", tmp_path / "base", torch.bfloat16, state_size=8)
+    adapter = write_adapter(base, tmp_path / "adapter", target_modules=["in_proj", "lm_head"])
+    export(adapter, tmp_path / "x", "--merge", "--dtype", "fp32")
+
+
 @pytest.mark.parametrize("fault", ["scale", "nothing", "rounded away"])
 def test_a_wrong_merge_is_refused(base, tmp_path, monkeypatch, fault):
     with_delta = merging._with_delta
@@ -184,6 +218,58 @@ def test_a_damaged_checkpoint_or_base_is_refused(train, tmp_path, fault):
     refused("corrupt|has changed since|is not a folder here", checkpoint, tmp_path / "x")
     if fault == "no base":
         export(checkpoint, tmp_path / "x", "--base", str(tmp_path / "moved"))
+
+
+@pytest.mark.parametrize("fault", ["lacks a tensor", "empty", "other base"])
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(base, adapter, tmp_path, fault):
+    damaged, flags = shutil.copytree(adapter, tmp_path / "damaged"), ()
+    weights = damaged / "adapter_model.safetensors"
+    if fault == "lacks a tensor":
+        tensors = load_file(weights)
+        tensors.pop(min(tensors))
+        save_file(tensors, weights, {"format": "pt"})
+    elif fault == "empty":
+        weights.write_bytes(b"")
+    else:
+        flags = ("--base", str(write_model("llama", tmp_path / "narrow", hidden_size=32)))
+    refused("SOURCE with the base '.*damaged", damaged, tmp_path / "x", *flags)
+
+
+def test_a_disk_without_room_for_an_adapter_is_one_line(adapter, tmp_path, monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limit[1]))  # the adapter is larger
+    try:
+        refused("--output: .* cannot be written", adapter, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    monkeypatch.setattr(exporter, "free_bytes", lambda _: exporter.RESERVE + 8000)
+    refused("needs .* MiB, but its disk has", adapter, tmp_path / "x")
+
+
+def test_the_current_folder_can_be_the_output(adapter, tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    export(adapter, ".", "--force")
+    assert (tmp_path / "x/adapter_model.safetensors").is_file()
+
+
+def test_a_template_that_wants_a_system_message_is_exported(base, tmp_path):
+    source = shutil.copytree(base, tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ raise_exception('the first message must be of the system') }}")
+    assert "raise_exception" in (export(source, tmp_path / "x") / "chat_template.jinja").read_text()
+
+
+def test_a_quantized_base_is_kept_or_named(adapter, tmp_path):
+    """Export an adapter as one. Refuse a plain model: the files of the base do not have one."""
+    plain = write_model("llama", tmp_path / "plain", torch.bfloat16)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=settings)
+    packed.save_pretrained(tmp_path / "packed")
+    experts.TOKENIZER.save_pretrained(tmp_path / "packed")
+    flags = ("--base", str(tmp_path / "packed"))
+    assert (export(adapter, tmp_path / "x", *flags) / "adapter_model.safetensors").is_file()
+    refused("--merge: .* are quantized; give by --base", adapter, tmp_path / "y", "--merge", *flags)
+    refused("SOURCE: .* has quantized weights", tmp_path / "packed", tmp_path / "y", "--dtype", "bf16")
 
 
 def test_an_output_is_never_overwritten_by_mistake(base, tmp_path, monkeypatch):

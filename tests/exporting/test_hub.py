@@ -15,7 +15,7 @@ from gearbox.exporting import hub
 @pytest.fixture
 def server(monkeypatch):
     """Yield what the server received, and the status with which it answers."""
-    received = {"status": 200, "files": {}, "created": None, "tokens": set()}
+    received = {"status": 200, "files": {}, "created": None, "tokens": set(), "there": [], "deleted": []}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -32,11 +32,13 @@ def server(monkeypatch):
                 lines = [json.loads(line) for line in body.splitlines()]
                 files = [line["value"] for line in lines if line["key"] == "file"]
                 received["files"] = {f["path"]: base64.b64decode(f["content"]) for f in files}
+                received["deleted"] = sorted(line["value"]["path"] for line in lines if line["key"] == "deletedFile")
                 answer = {"commitUrl": f"{address}/commit/0123", "commitOid": "0123", "success": True}
             self._reply(answer)
 
         def do_GET(self):
-            self._reply({"sha": "0123", "id": "me/mine", "siblings": []})
+            files = [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in received["there"]]
+            self._reply(files if "/tree/" in self.path else {"sha": "0123", "id": "me/mine", "siblings": []})
 
         def _reply(self, answer):
             text = json.dumps(answer).encode()
@@ -74,6 +76,21 @@ def test_a_folder_is_pushed_whole_and_private_unless_asked(server, folder, publi
     assert (created.get("private") is True or created.get("visibility") == "private") != public
     assert server["files"] == {"config.json": b"{}"}
     assert server["tokens"] == {"Bearer hf_only_for_this_test"}
+
+
+def test_no_file_of_an_older_model_is_left(server, folder):
+    """An adapter's config would add it to the merged model; one file of weights would hide several."""
+    older = ["adapter_config.json", "adapter_model.safetensors", "model.safetensors.index.json", "x-F16.gguf"]
+    server["there"] = [*older, "config.json", "eval.csv", "draft/model.safetensors", ".gitattributes"]
+    hub.push(folder, "me/mine", False)
+    assert server["deleted"] == sorted(older) and {*server["files"]} == {"config.json"}
+
+
+@pytest.mark.parametrize("name", ["name", "me/a..b", "me/a--b", "me/x.git", "m\u00e9/x", "me/x."])
+def test_an_id_that_the_hub_refuses_is_refused_before_the_export(monkeypatch, name):
+    monkeypatch.setenv("HF_TOKEN", "hf_only_for_this_test")
+    with pytest.raises(UserError, match=r"--push: .* is not an id such as organization/name"):
+        hub.check(name)
 
 
 @pytest.mark.parametrize("status", [401, 403, 500])

@@ -10,7 +10,7 @@ import pytest
 from gearbox import ROOT
 from gearbox.errors import UserError
 from gearbox.launch import topology
-from gearbox.launch.environment import LaunchEnvironment
+from gearbox.launch.environment import LaunchEnvironment, python_path
 from gearbox.launch.topology import Node, RankDevice, check_single_world, format_rank_table, node_from_flags
 
 NAMES = [name for names in topology.NODE_FLAGS.values() for name in names] + [
@@ -149,6 +149,14 @@ def test_a_kubernetes_port_is_not_a_torch_port(monkeypatch):
     for given, port in (("29500", 29500), ("tcp://10.0.0.7:80", 0), ("", 0)):
         monkeypatch.setenv("MASTER_PORT", given)
         assert LaunchEnvironment.read().store_port == port
+
+
+def test_a_child_finds_the_packages_of_its_parent(tmp_path, monkeypatch):
+    """Modules of a cluster name packages in PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:/other")
+    assert python_path().split(":") == [str(ROOT / "src"), str(tmp_path), "/other"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path() == str(ROOT / "src")
 
 
 def test_idle_machines_of_a_slurm_job(monkeypatch):

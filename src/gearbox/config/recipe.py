@@ -364,8 +364,8 @@ class Recipe(Group):
                 raise ValueError(f"{key}: compares the evaluations of a run, and eval.every is 0; set eval.every")
         if self.eval.metric and self.data.supervise == "all":
             raise ValueError(
-                "eval.metric: data.supervise=all trains questions too, so no chat is divided into a question and an "
-                "answer; set data.supervise=assistant, or remove eval.metric"
+                "eval.metric: data.supervise=all trains questions too; set data.supervise=assistant, or "
+                "remove eval.metric"
             )
         return self
 

@@ -59,15 +59,19 @@ def texts_of(source: Source, tokenizer: PreTrainedTokenizerFast, limit: int | No
     turns = [(question, "") for question in QUESTIONS] + [(str(q), str(a)) for q, a in list(saved.items())[:4]]
     texts = [*TEXTS]
     for question, answer in turns:
-        try:
-            chat = [{"role": "user", "content": question}]
-            prompt = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        except Exception:  # there is no template, or it wants other roles
-            prompt = question + "\n"
-        texts.append(prompt + answer)
+        texts.append(prompt_of(question, tokenizer) + answer)
     longest = min(MAX_TOKENS, limit or MAX_TOKENS, max(8, MAX_LOGITS // len(tokenizer) // len(texts)))
     tokens = [tokenizer(text, add_special_tokens=False)["input_ids"][:longest] for text in texts]
     return [one for one in tokens if one]
+
+
+def prompt_of(question: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a question as the chat template writes it, or as plain text."""
+    try:
+        chat = [{"role": "user", "content": question}]
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except Exception:  # there is no template, or it wants other roles
+        return question + "\n"
 
 
 @torch.no_grad()
@@ -112,7 +116,10 @@ def check_merge(facts: MergeFacts, dtype: str) -> None:
     """Raise UserError if a merge is not what its adapter computes, changes nothing, or is worse than no adapter."""
     advice = "export the adapter without --merge" + ("" if dtype == "float32" else ", or use --dtype fp32")
     if facts.exact.distance > SAME or facts.exact.distance > max(PART_OF_EFFECT * facts.effect.distance, SAME / 10):
-        raise UserError(f"--merge: refused: the merged model is {facts.exact} from its adapter, even in fp32; {advice}")
+        raise UserError(
+            f"--merge: refused: the merged model is {facts.exact} from its adapter, even in fp32; export the adapter "
+            "without --merge"
+        )
     if facts.effect.distance <= FLOOR:
         return
     if facts.change.distance <= FLOOR:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from gearbox import filesystem
 from gearbox.checkpoint.disk_space import free_bytes
 from gearbox.config.adapter_settings import WEIGHTS
 from gearbox.console import Screen, format_bytes, status
-from gearbox.errors import UserError
+from gearbox.errors import UserError, one_line
 from gearbox.exporting import card, comparing, fresh, gguf_file, loaded
 from gearbox.exporting.comparing import Difference, MergeFacts
 from gearbox.exporting.loaded import Loaded
@@ -28,6 +28,7 @@ from gearbox.exporting.merging import MergedTensors
 from gearbox.exporting.source import ADAPTER, Raw, Source
 from gearbox.model import adapters, export
 from gearbox.sharding.sharded_state import persistent_buffers
+from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -74,12 +75,14 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
     with status(screen, f"loading {source.folder}"):
         found = loaded.load(source, DTYPES.get(options.dtype or ""), options.trust_remote_code)
     writes_model = options.merge or not source.is_adapter
+    if writes_model and not source.is_quantized:
+        _check_unpacked(source, found)
     if options.gguf:
         gguf_file.check(found.config, found.tokenizer)
     dtype = str(found.dtype).removeprefix("torch.")
     result = Result("merged model" if options.merge else "adapter" if source.is_adapter else "model", dtype)
     tensors = MergedTensors(found.model, found.dtype) if writes_model else None
-    _check_space(options, tensors)
+    _check_space(source, found, options, tensors)
     texts = comparing.texts_of(source, found.tokenizer, comparing.num_positions(found.model))
     if tensors is None and options.dtype:
         _round_adapter(source, found, DTYPES[options.dtype])
@@ -90,7 +93,10 @@ def run(source: Source, options: Options, screen: Screen) -> Result:
             if tensors is not None:
                 _write_model(found, tensors, aside)
             else:
-                result.dtype = _write_adapter(source, found, DTYPES.get(options.dtype or ""), aside)
+                try:
+                    result.dtype = _write_adapter(source, found, DTYPES.get(options.dtype or ""), aside)
+                except SafetensorError as error:  # the disk is full
+                    raise OSError(one_line(error)) from None
             found.tokenizer.save_pretrained(aside)
             _add_older_keys(aside, found.tokenizer)
             card.write(source, result, found.origin, options.command, aside)
@@ -145,9 +151,26 @@ def _check(source: Source, options: Options) -> None:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}; give another folder") from None
 
 
-def _check_space(options: Options, tensors: MergedTensors | None) -> None:
+def _check_unpacked(source: Source, found: Loaded) -> None:
+    """Raise UserError if the files of the base have packed weights: they are not those of a plain model."""
+    if getattr(without_adapter(found.model), "quantization_method", None) != "bitsandbytes":
+        return
+    if source.is_adapter:
+        raise UserError(
+            f"--merge: the files of its base, {found.origin.name!r}, are quantized; give by --base the model that they "
+            "were made from, or leave --merge out"
+        )
+    raise UserError(f"SOURCE: {source.folder} has quantized weights; export the model that they were made from")
+
+
+def _check_space(source: Source, found: Loaded, options: Options, tensors: MergedTensors | None) -> None:
     """Raise UserError if the disk has no room for the folder."""
-    need = RESERVE + (0 if tensors is None else sum(one.nbytes for one in tensors.expected.values()))
+    if tensors is not None:
+        need = RESERVE + sum(one.nbytes for one in tensors.expected.values())
+    elif source.manifest is None:
+        need = RESERVE + (source.folder / WEIGHTS).stat().st_size
+    else:
+        need = RESERVE + sum(one.nbytes for one in found.model.parameters() if one.requires_grad)
     if options.gguf and tensors is not None:
         need += int(sum(one.numel() for one in tensors.expected.values()) * gguf_file.BYTES[options.gguf])
     if need > (free := free_bytes(options.output.absolute().parent)):

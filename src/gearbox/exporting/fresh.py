@@ -18,17 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gearbox import ROOT
 from gearbox.errors import UserError, one_line_with_type
 from gearbox.exporting.source import Raw
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import python_path, without_launcher
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
 NEW_TOKENS = 8
-QUESTION = "What is 12 + 30? Answer with the number only."
 INDEX = "model.safetensors.index.json"
 
 
@@ -55,7 +53,7 @@ def run(job: Job) -> str:
     """Load and ask a folder in a fresh process. Return the answer. Raise UserError with what is wrong."""
     place = Path(job.results).with_suffix(".json")
     place.write_text(json.dumps(asdict(job)))
-    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "gearbox.exporting.fresh", str(place)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
@@ -87,11 +85,7 @@ def main(job: Job) -> dict[str, str]:
     if problems:
         return {"problem": problems[0]}
     save_file({"logits": comparing.logits(model.eval(), job.texts).contiguous()}, job.results)
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": QUESTION}]
-        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    else:
-        prompt = QUESTION
+    prompt = comparing.prompt_of(comparing.QUESTIONS[0], tokenizer)
     tokens = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"][-comparing.MAX_TOKENS :]])
     mask = torch.ones_like(tokens)
     pad = tokenizer.eos_token_id
@@ -128,8 +122,7 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
     config = _config(name, revision, job)
     loader = (is_composite(config) and model_class(config)) or AutoModelForCausalLM
     model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **options)
-    if job.is_quantized:
-        keep_storage(model)
+    keep_storage(model)
     if job.gguf:
         return model, []
     problems = [f"{kind}: {min(map(str, found))}" for kind, found in info.items() if found]
@@ -139,14 +132,31 @@ def _load(job: Job, options: Raw, num_tokens: int) -> tuple[PreTrainedModel | Pe
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, job.folder, use_safetensors=True), problems
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
-    if dtypes != {job.dtype}:
-        problems.append(f"its weights are {', '.join(sorted(dtypes))}, not {job.dtype}")
+    problems += _problems_of_dtypes(model, job)
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     head, embedding = model.get_output_embeddings(), without_adapter(model).get_input_embeddings()
     if head is not None and (head.weight is embedding.weight) != tied:
         problems.append(f"tie_word_embeddings is {tied}, but the head is {'' if tied else 'not '}a separate weight")
     return model, problems
+
+
+def _problems_of_dtypes(model: PreTrainedModel, job: Job) -> Iterator[str]:
+    """Yield what is wrong with the dtypes in the files. Towers keep theirs, and some families keep weights in fp32."""
+    import torch
+    from safetensors import safe_open
+
+    from gearbox.checkpoint.shards import FILE_DTYPES
+    from gearbox.sharding.unwrap import is_composite
+
+    wanted, found = getattr(torch, job.dtype), set()
+    for path in Path(job.folder).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a dict
+    held = {dtype for dtype, name in FILE_DTYPES.items() if name in found and dtype.is_floating_point}
+    others = held - {wanted} - ({torch.float32} if model._get_dtype_plan(wanted) else set())
+    if wanted not in held or (others and not is_composite(model.config)):
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in held)
+        yield f"its weights are {', '.join(names)}, not {job.dtype}"
 
 
 def _config(name: str, revision: str | None, job: Job) -> PretrainedConfig:

@@ -64,12 +64,16 @@ def load(source: Source, dtype: torch.dtype | None, trust_remote_code: bool) -> 
     given = model.model_copy(update={"quantize": "nf4" if quantize else None, "revision": origin.revision})
     base = loading.load_weights(config, given, origin.name, options, None)
     base.own_dropout = {}
+    loading.keep_storage(base)  # also of a base whose files are quantized
     if source.manifest is not None:
         loaded = _restored(source, base, tokenizer, wanted)
         export.stop_at(loaded, _answer_ends(tokenizer, source))
     elif source.is_adapter:
         settings = read_adapter_config(source.folder)
-        loaded = loading.with_saved_adapter(base, source.folder, adapters.peft_config(settings), len(tokenizer))
+        try:
+            loaded = loading.with_saved_adapter(base, source.folder, adapters.peft_config(settings), len(tokenizer))
+        except Exception as error:  # hostile files, and adapters of another base, raise many types of exception
+            raise _saved(source, origin, f"SOURCE with the base {origin.name!r}").explain(error) from None
     else:
         loaded = base
     return Loaded(loaded.eval(), tokenizer, origin, config, wanted)
@@ -130,8 +134,7 @@ def _origin(source: Source, model: Model) -> Pretrained:
 def _tokenizer(source: Source, model: Model, origin: Pretrained) -> PreTrainedTokenizerFast:
     """Return the tokenizer with the chat template and the added tokens of the training."""
     if source.manifest is None:
-        own = replace(origin, name=str(source.folder), revision=None, is_adapter=source.is_adapter)
-        return own.tokenizer()
+        return _saved(source, origin, origin.key).tokenizer()
     assert source.recipe is not None
     template = source.recipe.data.chat_template
     if template is not None and not Path(template).is_file():
@@ -141,6 +144,11 @@ def _tokenizer(source: Source, model: Model, origin: Pretrained) -> PreTrainedTo
     model = model.model_copy(update={"name": origin.name})
     tokens = [token for token in model.add_tokens if token not in origin.tokenizer().get_vocab()]
     return loading.load_tokenizer(model.model_copy(update={"add_tokens": tokens}), template, rehearse=False)
+
+
+def _saved(source: Source, origin: Pretrained, key: str) -> Pretrained:
+    """Return the files of the source itself, which messages name by `key`."""
+    return replace(origin, name=str(source.folder), revision=None, is_adapter=source.is_adapter, key=key)
 
 
 def _restored(
@@ -154,6 +162,7 @@ def _restored(
     if source.is_adapter:
         model = adapters.attach_adapter(base, recipe)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = export.file_dtypes(base, torch.float32 if source.is_adapter else dtype)
     try:
         reader = ShardReader(source.folder, manifest)
         if missing := sorted(trained.keys() - reader.shapes.keys()):
@@ -164,8 +173,7 @@ def _restored(
         for name, parameter in trained.items():
             if [*parameter.shape] != reader.shapes[name]:
                 raise CorruptCheckpoint(f"{name} is {reader.shapes[name]}, but {[*parameter.shape]} in the model")
-            kept = torch.float32 if source.is_adapter else dtype
-            parameter.data = reader.read("parameter", name).view(parameter.shape).to(kept)
+            parameter.data = reader.read("parameter", name).view(parameter.shape).to(kept(name))
         for name, buffer in persistent_buffers(model):
             if "buffer" in reader.kinds(name):
                 buffer.copy_(reader.read("buffer", name).view(buffer.shape))

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from gearbox.errors import UserError
 from gearbox.kernels.blocks import blocks_of
+from gearbox.model.export import file_dtypes
 from gearbox.sharding.sharded_state import persistent_buffers
 from gearbox.sharding.unwrap import without_adapter
 
@@ -60,15 +61,16 @@ class MergedTensors:
         self._buffers = {_clean("", name): buffer for name, buffer in persistent_buffers(self._base)}
         for name in [name for name in self._buffers if "weight." in name]:  # the state of a 4-bit weight
             del self._buffers[name]
+        dtype_of = file_dtypes(self._base, self.dtype)
         for name, module, own in self._places:
             shape = _shape(getattr(module, own))
-            self.expected[name] = torch.empty(shape, dtype=self.dtype, device="meta")
+            self.expected[name] = torch.empty(shape, dtype=dtype_of(name), device="meta")
         for name, buffer in self._buffers.items():
             self.expected[name] = torch.empty_like(buffer, device="meta")
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module, own in self._places:
-            yield name, merged(module, own, self._adapted.get(module, [])).to(self.dtype)
+            yield name, merged(module, own, self._adapted.get(module, [])).to(self.expected[name].dtype)
         yield from self._buffers.items()
 
 
@@ -132,13 +134,17 @@ def _with_delta(weight: torch.Tensor, adapter: LoraLayer, is_transposed: bool) -
 
 @contextmanager
 def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = None) -> Iterator[None]:
-    """Let the model compute in fp32, although its weights stay in their dtype: only one layer is converted at a time.
+    """Let the model compute in fp32, although its weights stay in their dtype.
+
+    Only one layer at a time, and the head, are converted.
 
     With `as_merged`, it computes with merged weights, rounded to that dtype, and without adapters.
     """
     base = without_adapter(model)
     adapted = adapters_by_layer(base) if base is not model else {}
     kept: dict[nn.Module, list[Callable[[], None]]] = {}
+    dtype_of = file_dtypes(base, as_merged or torch.float32)
+    paths = {module: path for path, module in base.named_modules()}
 
     def convert(unit: nn.Module, *_: object) -> None:
         undo = kept.setdefault(unit, [])
@@ -146,7 +152,8 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
             for name, parameter in [*module.named_parameters(recurse=False)]:
                 is_packed = getattr(parameter, "quant_state", None) is not None
                 if as_merged is not None and (parameter.is_floating_point() or is_packed):
-                    weight = merged(module, name, adapted.get(module, [])).to(as_merged).float()
+                    weight = merged(module, name, adapted.get(module, []))
+                    weight = weight.to(dtype_of(_clean(paths[module], name))).float()
                 elif is_packed or not parameter.is_floating_point():
                     continue
                 else:
@@ -165,6 +172,11 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
             put_back()
 
     units = _units(base)
+    head = base.get_output_embeddings()  # some families cast its input to its dtype before it is called
+    whole = [one for one in (head.parameters() if head is not None else ()) if not hasattr(one, "quant_state")]
+    stored = [one.data for one in whole]
+    for one in whole:
+        one.data = one.data.float()
     hooks = [unit.register_forward_pre_hook(convert) for unit in units]
     hooks += [unit.register_forward_hook(revert, always_call=True) for unit in units]
     try:
@@ -173,6 +185,8 @@ def in_fp32(model: PreTrainedModel | PeftModel, as_merged: torch.dtype | None = 
     finally:
         for hook in hooks:
             hook.remove()
+        for one, data in zip(whole, stored, strict=True):
+            one.data = data
 
 
 def _units(base: PreTrainedModel) -> dict[nn.Module, list[nn.Module]]:

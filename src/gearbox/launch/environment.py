@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from gearbox import ROOT
+
 # Prefixes of the variables that the launchers of torch, Accelerate and Gearbox set.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
@@ -78,6 +80,11 @@ def of_first_rank(size: int) -> dict[str, str]:
 def without_launcher() -> dict[str, str]:
     """Return this process's environment without a launcher's variables, for a child that is not a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for a child: this package, and then what it is here, such as the modules of a cluster."""
+    return os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def variables_of_rank(rank: int, size: int, port: int) -> dict[str, str]:

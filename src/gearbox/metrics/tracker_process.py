@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from gearbox import ROOT, filesystem
+from gearbox import filesystem
 from gearbox.errors import one_line_with_type
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import python_path, without_launcher
 from gearbox.metrics.tracker_start import ENVIRONMENT, Description, LocalTracker, Opened
 
 JsonObject = dict[str, Any]
@@ -46,8 +46,7 @@ class RemoteTracker:
     def open(self, run_id: str, resumes: bool, after: int) -> Opened:
         """Start the process and the tracker."""
         module = [sys.executable, "-m", "gearbox.metrics.tracker_process"]
-        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         with log_of(self.description.folder / "run.log") as log:
             self.process = subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     WeightTransform,
     apply_converters,
     apply_renamings,
+    build_glob_alternation,
     dot_natural_key,
     revert_weight_conversion,
 )
@@ -131,7 +132,7 @@ class _AsInFiles:
 
     def __init__(self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         """Plan the conversion of these tensors by converting them on the meta device."""
-        self.model, self.dtype = model, dtype
+        self.model, self._dtype_of = model, file_dtypes(model, dtype)
         self.planned: dict[str, torch.Tensor] = {}
         """Tensors on the meta device, by their names in the files."""
         self._group_of: dict[str, _Group] = {}
@@ -149,7 +150,7 @@ class _AsInFiles:
             self._group_of[name] = group
         for group in groups.values():
             for name, _ in group.sources:
-                group.arrived[name] = self._cast(expected[name])
+                group.arrived[name] = self._cast(name, expected[name])
             made = self._convert(group)
             group.targets = [apply_renamings(name, renamings) if group.converter else name for name in made]
             self.planned |= zip(group.targets, made.values(), strict=True)
@@ -158,16 +159,16 @@ class _AsInFiles:
         """Yield each tensor of the files as soon as all tensors that it is made of have arrived."""
         for name, tensor in tensors:
             group = self._group_of[name]
-            group.arrived[name] = self._cast(tensor)
+            group.arrived[name] = self._cast(name, tensor)
             del tensor  # so that it is not kept while the next one is gathered
             if len(group.arrived) == len(group.sources):
                 made = self._convert(group)
                 for target in group.targets:
                     yield target, made.pop(next(iter(made)))
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype of the files. Integers, such as a table of tokens, stay as they are."""
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self._dtype_of(name)) if tensor.is_floating_point() else tensor
 
     def _convert(self, group: _Group) -> dict[str, torch.Tensor]:
         """Return what a complete group becomes, by names that are not renamed yet. The group gives up its tensors."""
@@ -178,6 +179,16 @@ class _AsInFiles:
             converter.add_tensor(group.key, name, pattern, group.arrived.pop(name))
         made = converter.convert(group.key, model=self.model, config=self.model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def file_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """Return what gives the dtype in the files by a tensor's name: `dtype`, or fp32 where transformers keeps it.
+
+    Some families route tokens by a bias that bf16 would change (DeepSeek, GLM).
+    """
+    plan = model._get_dtype_plan(dtype)
+    pattern = build_glob_alternation([*plan])[0] if plan else None
+    return lambda name: torch.float32 if pattern is not None and pattern.search(name) else dtype
 
 
 def _conversions(model: PreTrainedModel) -> list[WeightTransform]:

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from gearbox import ROOT
 from gearbox.errors import UserError, one_line, one_line_with_type
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import python_path, without_launcher
 from gearbox.proving.record import Exported
 
 
@@ -65,7 +64,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def reload(folders: Sequence[Path], tokens: list[int], trust_remote_code: bool) -> dict[str, float | str]:
     """Load the models in a fresh process. Return the difference of each one's logits, or why it cannot be loaded."""
     command = [sys.executable, "-m", "gearbox.proving.exports", json.dumps(tokens), json.dumps(trust_remote_code)]
-    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    environment = without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     done = subprocess.run([*command, *map(str, folders)], env=environment, capture_output=True, text=True, check=False)
     found: dict[str, float | str] = {}
     for line in done.stdout.splitlines():

@@ -13,10 +13,9 @@ from pathlib import Path
 from gearbox.config.job import Job
 from gearbox.errors import UserError
 from gearbox.filesystem import read_json_object
-from gearbox.launch.environment import without_launcher
+from gearbox.launch.environment import python_path, without_launcher
 from gearbox.planning.architecture import Config
 
-SOURCE = Path(__file__).parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -49,7 +48,7 @@ def simulate(job: Job, config: Config) -> Simulation:
         ended = subprocess.run(
             [sys.executable, "-m", "gearbox.simulation.step", str(outcome)],
             input=pickle.dumps((job, dict(config))),
-            env=without_launcher() | NO_GPU | {"PYTHONPATH": str(SOURCE)},
+            env=without_launcher() | NO_GPU | {"PYTHONPATH": python_path()},
             capture_output=True,
             check=False,
         )
