@@ -72,7 +72,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize(("name", "said"), SWITCHES.items())
 def test_a_switch_from_elsewhere_is_answered_with_what_it_means(name, said):
-    """Turn nothing on where it is off. Take no such value for one of ours."""
+    """An option of another trainer that is off is never turned on, and its value is no value of our key."""
     for value, advice in zip(("true", "false", "null"), (*said, "remove it"), strict=True):
         assert refusal(f"{name}={value}") == [f"command line: {name}: unknown key; {advice}"]
     for key in ("data.supervise", "adapter.method"):

@@ -141,7 +141,7 @@ def test_a_killed_run_is_not_shown_as_running(tmp_path):
     (run / "status.json").write_text(json.dumps(status | {"pid": unused}))
     assert run_data.read(run).outcome == "crashed"
     (run / "status.json").write_text(json.dumps(status | {"pid": unused, "host": "another machine"}))
-    assert run_data.read(run).outcome == "running", "only its own machine can tell"
+    assert run_data.read(run).outcome == "running", "only that machine knows"
 
 
 def test_a_hundred_thousand_steps(tmp_path):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from kubeflow_trainer_api import models
 
 from gearbox.metrics import trainjob_status
 
@@ -26,7 +27,8 @@ class Server:
     """A server in its own process, so that ranks forked later do not share its threads."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
-        """Make a certificate, a token and the pod's variables. Each answer takes `seconds`."""
+        """Make a certificate, a token and the pod's variables. Each answer takes `seconds`, and no post is too slow."""
+        monkeypatch.setattr(trainjob_status, "POST_SECONDS", 120.0)
         self.posts_file, self.token_file = folder / "posts", folder / "token"
         self.seconds = seconds
         self.certificate, key = folder / "ca.crt", folder / "key"
@@ -72,8 +74,6 @@ class Server:
         return Handler
 
     def judge(self, path: str, authorization: str, body: bytes) -> int:
-        from kubeflow_trainer_api import models
-
         if path != STATUS_PATH:
             return 404
         if authorization != f"Bearer {self.token_file.read_text().strip()}":
@@ -99,7 +99,7 @@ class Server:
         return [(code, given, json.loads(body)["trainerStatus"]) for code, given, body in map(json.loads, lines)]
 
     def wait_for(self, count: int) -> list[tuple[int, str, dict]]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(self.posts()) < count:
             assert time.monotonic() < deadline, f"{self.posts()}: expected {count} posts"
             time.sleep(0.02)
