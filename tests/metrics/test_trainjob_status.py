@@ -12,7 +12,6 @@ from gearbox.metrics import trainjob_status
 from gearbox.metrics.trainjob_status import TrainJobStatus
 from support.trainjob_server import serving
 
-pytest.importorskip("kubeflow_trainer_api", reason="kubeflow_trainer_api is not installed")
 LINE = {"step": 50, "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3, "rows_hash": "ab", "tokens": 1234567, "seconds": 100.0}
 
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kubeflow_trainer_api import models
 
 from gearbox.metrics import trainjob_status
 
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow_trainer_api is not installed")
 STATUS_PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/research/trainjobs/qwen-7b/status"
 MAX_BODY_BYTES = 2**16
 
