@@ -128,7 +128,7 @@ def test_what_a_question_or_a_stream_cannot_do(tmp_path, monkeypatch, capfd):
     """A model in another user's folder, a question and a stream that are not UTF-8, and a closed input."""
     folder = save_speaker(tmp_path / "m", "é漢")
     with pytest.raises(UserError, match="the question is not UTF-8"):
-        ask.main([str(folder), "caf\udce9"])
+        ask.main([str(folder), "\udce9t\udce9"])
     with os.fdopen(os.dup(1), "w", encoding="ascii") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         ask.main([str(folder), "q"])

@@ -75,7 +75,7 @@ def test_a_diverged_model_is_not_hidden(tmp_path, losses, model_step, shown):
 
 
 def test_files_of_others_leave_no_traceback(tmp_path, capsys):
-    run = make_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")), 5)
+    run = make_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9t\xe9")), 5)
     status = {"outcome": "running", "host": socket.gethostname(), "pid": 2**31}
     (run / "status.json").write_text(json.dumps(STATUS | status))
     (run / "hang" / "a.txt").write_text("[" * 200_000)
