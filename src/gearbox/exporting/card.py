@@ -28,7 +28,6 @@ from gearbox.redact import redacted
 if TYPE_CHECKING:
     from gearbox.exporting.exporter import Result
 
-MANIFEST = EXPORT_MANIFEST
 FORMAT = 1
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 BARS = "▁▂▃▄▅▆▇█"
@@ -54,7 +53,7 @@ def write(source: Source, result: Result, origin: Pretrained, command: str, fold
 
 def write_manifest(source: Source, result: Result, command: str, folder: Path) -> None:
     """Write the manifest: what was exported from what, how it was verified, and the digest of each file."""
-    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and path.name != EXPORT_MANIFEST}
     manifest = source.manifest
     content = {
         "format": FORMAT,
@@ -82,7 +81,7 @@ def write_manifest(source: Source, result: Result, command: str, folder: Path) -
         },
         "files": {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in files.items()},
     }
-    filesystem.write(folder / MANIFEST, as_json(redacted(content)))
+    filesystem.write(folder / EXPORT_MANIFEST, as_json(redacted(content)))
 
 
 def as_json(content: Raw) -> str:

@@ -26,6 +26,7 @@ from gearbox.exporting.comparing import Difference, MergeFacts
 from gearbox.exporting.loaded import Loaded
 from gearbox.exporting.merging import MergedTensors
 from gearbox.exporting.source import ADAPTER, Raw, Source
+from gearbox.generation.saved_model import EXPORT_MANIFEST
 from gearbox.model import adapters, export
 from gearbox.sharding.sharded_state import persistent_buffers
 from gearbox.sharding.unwrap import without_adapter
@@ -139,7 +140,7 @@ def _check(source: Source, options: Options) -> None:
         exists = os.path.lexists(output)
         if exists and (output.is_symlink() or not output.is_dir()):
             raise UserError(f"--output: {output} is a link or a file; give a folder that does not exist")
-        if exists and not (output / card.MANIFEST).is_file() and any(output.iterdir()):
+        if exists and not (output / EXPORT_MANIFEST).is_file() and any(output.iterdir()):
             raise UserError(f"--output: {output} exists and is not an earlier export; give another folder")
         if exists and not options.force:
             raise UserError(f"--output: {output} exists; add --force to replace it, or give another folder")
