@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gearbox.checkpoint import shards
-from gearbox.config.recipe import Optim
+from gearbox.config.recipe_values import Optim
 from gearbox.model.optimizer import make_optimizer
 from gearbox.sharding import sharded_state
 from support.world import SingleProcess

@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_vali
 
 from gearbox.config.old_keys import accepts
 from gearbox.config.recipe_values import (
-    Decay,
+    ANSWERS,
+    JUDGED,
     Fields,
     FilePath,
     Float,
@@ -21,9 +22,11 @@ from gearbox.config.recipe_values import (
     Int,
     Metric,
     NonNegativeFloat,
+    Optim,
     Paths,
     PositiveFloat,
     PositiveInt,
+    Preference,
     Profile,
     Schedule,
     Source,
@@ -115,9 +118,10 @@ class Data(Group):
     `{path, weight, split, fields}`. Also the folder or URL of shards that src/prepare.py wrote."""
     split: str = "train"
     """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""
-    form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text"] = "auto"
+    form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text", "preference", "label"] = "auto"
     """Format of the records: messages (role, content), conversations (from, value), instruction (input, output), prompt
-    (completion) or text; `auto` detects it from their fields. Chats with tool calls also have a `tools` field."""
+    (completion) or text; preference (chosen, rejected) or label for `train.objective`. `auto` detects it from their
+    fields. Chats with tool calls also have a `tools` field."""
     fields: Fields = {}
     """Names of your fields, such as `{instruction: question, output: answer}`; `null` ignores a field."""
     roles: dict[str, Role] = {}
@@ -176,29 +180,14 @@ class Batch(Group):
     """Rows per device in one forward pass; lower it if memory runs out, as the result does not change."""
 
 
-class Optim(Group):
-    """The optimizer and its settings."""
-
-    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon"] = "adamw"
-    """AdamW, or a bitsandbytes variant of it: 8bit stores each moment in one byte, and paged moves the state out of a
-    full GPU's memory. `muon` steps the matrices of layers by Muon, with one moment, and all other weights by AdamW."""
-    lr: Float = Field(gt=0)
-    """Peak learning rate; one that suits AdamW suits Muon too."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
-    eps: Float = Field(1e-8, gt=0)
-    """Constant added to AdamW's denominator."""
-    weight_decay: Float = Field(0.0, ge=0)
-    """Decoupled weight decay; biases, norms and DoRA magnitudes are exempt."""
-    max_grad_norm: Float = Field(1.0, ge=0)
-    """L2 norm over all weights to which the gradient is clipped; 0 disables clipping."""
-    master_weights: Literal["fp32", "bf16"] = "fp32"
-    """Data type of the trainable weights between steps; `bf16` saves 2 bytes per parameter but loses small updates."""
-
-
 class Train(Group):
-    """The length of a run and its seed."""
+    """What a run learns from, its length and its seed."""
 
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distil"] = "sft"
+    """Learn given answers (`sft`), which of two answers is better (`dpo`, `ipo`, `simpo`, `orpo`), which answers are
+    good (`kto`), or a teacher's probabilities (`distil`)."""
+    teacher: FilePath | None = None
+    """Folder with a teacher's probabilities of these documents, which src/teach.py wrote, for `distil`."""
     steps: PositiveInt | None = None
     """Number of optimizer steps; set this or `epochs`."""
     epochs: PositiveFloat | None = None
@@ -335,6 +324,7 @@ class Recipe(Group):
     optim: Optim
     schedule: Schedule = Schedule()
     train: Train
+    preference: Preference = Preference()
     eval: Eval = Eval()
     save: Save = Save()
     perf: Perf = Perf()
@@ -362,12 +352,37 @@ class Recipe(Group):
                 raise ValueError(f"{key}: needs held-out documents; set eval.fraction or eval.path")
             if key != "eval.metric" and not self.eval.every:
                 raise ValueError(f"{key}: compares the evaluations of a run, and eval.every is 0; set eval.every")
+        self._check_objective()
         if self.eval.metric and self.data.supervise == "all":
             raise ValueError(
                 "eval.metric: data.supervise=all trains questions too; set data.supervise=assistant, or "
                 "remove eval.metric"
             )
         return self
+
+    def _check_objective(self) -> None:
+        """Raise ValueError for data that the objective cannot train on."""
+        objective, form = self.train.objective, self.data.form
+        if form not in ("auto", *self.forms):
+            wanted = " or ".join(self.forms) if objective in JUDGED else "a format without a judgement"
+            raise ValueError(f"data.form: is {form}, but train.objective={objective} needs {wanted}")
+        if (objective == "distil") != (self.train.teacher is not None):
+            fix = "set train.teacher" if objective == "distil" else "remove it, or set train.objective=distil"
+            raise ValueError(f"train.teacher: belongs to train.objective=distil; {fix}")
+        if objective in JUDGED and self.data.supervise == "all":
+            raise ValueError("data.supervise: all trains prompts too, and answers are compared; use assistant")
+        if objective in JUDGED and self.data.long == "split":
+            raise ValueError("data.long: answers that are compared are not split; use truncate or drop")
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The formats of records that the objective can train on."""
+        return JUDGED.get(self.train.objective, ANSWERS)
+
+    @property
+    def compares(self) -> bool:
+        """True if the objective compares answers."""
+        return self.train.objective in JUDGED
 
     @property
     def adapts_all(self) -> bool:

@@ -34,6 +34,17 @@ FORMS = {
     "instruction": (("instruction", "output"), ("input", "system")),
     "prompt": (("prompt", "completion"), ("system", "tools")),
     "text": (("text",), ()),
+    "preference": (
+        ("chosen", "rejected"),
+        ("prompt", "instruction", "input", "conversations", "system", "tools"),
+    ),
+    "label": (
+        ("label",),
+        (
+            *("prompt", "completion", "messages", "conversations", "instruction", "input", "output"),
+            *("system", "tools"),
+        ),
+    ),
 }
 TITLES = {
     "messages": "chat messages",
@@ -41,8 +52,21 @@ TITLES = {
     "instruction": "Alpaca instructions",
     "prompt": "prompts with completions",
     "text": "plain text",
+    "preference": "pairs of a chosen and a rejected answer",
+    "label": "answers with a label (true, false)",
 }
-PREFERENCES = ("chosen", "rejected")  # the fields of a better and a worse answer, which no format has
+ANSWERS = ("messages", "conversations", "instruction", "prompt", "text")
+"""The formats of documents without a judgement."""
+JUDGED = {
+    "dpo": ("preference",),
+    "ipo": ("preference",),
+    "simpo": ("preference",),
+    "orpo": ("preference",),
+    "kto": ("preference", "label"),
+}
+"""The objectives that compare answers, each with the formats that it trains on."""
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+"""The objectives that compare the model with what it was before its first step."""
 TRACKERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -251,6 +275,46 @@ class Schedule(Group):
         if isinstance(self.warmup, int):
             return self.warmup
         return min(math.ceil(steps_of(self.warmup, num_steps)), num_steps - 1)
+
+
+class Optim(Group):
+    """The optimizer and its settings."""
+
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "muon"] = "adamw"
+    """AdamW, or a bitsandbytes variant of it: 8bit stores each moment in one byte, and paged moves the state out of a
+    full GPU's memory. `muon` steps the matrices of layers by Muon, with one moment, and all other weights by AdamW."""
+    lr: Float = Field(gt=0)
+    """Peak learning rate; one that suits AdamW suits Muon too."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: Float = Field(1e-8, gt=0)
+    """Constant added to AdamW's denominator."""
+    weight_decay: Float = Field(0.0, ge=0)
+    """Decoupled weight decay; biases, norms and DoRA magnitudes are exempt."""
+    max_grad_norm: Float = Field(1.0, ge=0)
+    """L2 norm over all weights to which the gradient is clipped; 0 disables clipping."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Data type of the trainable weights between steps; `bf16` saves 2 bytes per parameter but loses small updates."""
+
+
+class Preference(Group):
+    """The loss that compares answers (`train.objective`). A reward is `beta` times the gain in log-probability."""
+
+    beta: PositiveFloat | None = None
+    """Strength with which the model is kept near its reference, or the scale of rewards without one. `null` is 0.1, as
+    in the papers of DPO, IPO, KTO and ORPO, and 2.0 for `simpo`, as in its paper."""
+    label_smoothing: Float = Field(0.0, ge=0, lt=0.5)
+    """Probability that a pair is in the wrong order, for `dpo` and `simpo` (conservative DPO)."""
+    margin: NonNegativeFloat | None = None
+    """Reward by which a chosen answer should lead, for `dpo` and `simpo`; `null` is 0 for `dpo`, and 1.0 for `simpo`
+    (gamma in its paper)."""
+    sft_weight: NonNegativeFloat | None = None
+    """Weight of the usual loss of the good answers, a mean over their tokens, which is added. `null` is 1 for `orpo`,
+    whose loss it is part of, and 0 for the others."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of good answers in `kto`."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of bad answers in `kto`; its paper balances the products of weights and numbers of answers."""
 
 
 class Profile(Group):

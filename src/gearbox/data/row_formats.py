@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gearbox.config.recipe import MAX_RECORD_BYTES, Role
-from gearbox.config.recipe_values import FORMS, PREFERENCES, TITLES, TURN_FIELDS
+from gearbox.config.recipe_values import ANSWERS, FORMS, TITLES, TURN_FIELDS
 from gearbox.data.sources import JSON
 from gearbox.errors import UserError, nearest
 
@@ -68,7 +68,8 @@ def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | N
     """Return the first format whose required fields the record has, or None; `form` itself if it is not auto."""
     if form != "auto":
         return form
-    for known, (required, _) in FORMS.items():
+    for known in ANSWERS:
+        required = FORMS[known][0]
         if isinstance(record, dict) and all(fields.get(name, name) in record for name in required):
             return known
     return None
@@ -78,7 +79,7 @@ def form_of(record: JsonObject, form: str, fields: dict[str, str | None], where:
     """Return the format of a file, given its first record. Raise UserError for no known format, and for preferences."""
     found = recognise(record, form, fields)
     is_chat = found == "messages" and fields.get(found, found) in record  # of the question and the chosen answer
-    if {*PREFERENCES} <= record.keys() - {*fields.values()} and not is_chat:
+    if {"chosen", "rejected"} <= record.keys() - {*fields.values()} and not is_chat:
         what, answer = "pairs of answers (chosen, rejected)", record["chosen"]
         single = "completion" if "prompt" in record else "output" if "instruction" in record else "text"
         field = "messages" if isinstance(answer, list) and len(answer) > 1 else single
