@@ -14,8 +14,7 @@ from gearbox import ROOT
 from gearbox.config.job import rehearsed
 from gearbox.config.loader import load_recipe, recipe_for_manifest
 from gearbox.config.recipe import Recipe
-from gearbox.config.recipe_values import Optim
-from gearbox.config.recipe_values import Schedule
+from gearbox.config.recipe_values import Optim, Schedule
 from gearbox.errors import UserError
 from gearbox.model.optimizer import learning_rate
 from gearbox.training import resume

@@ -8,8 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gearbox import ROOT
-from gearbox.config.recipe_values import Optim
-from gearbox.config.recipe_values import Schedule
+from gearbox.config.recipe_values import Optim, Schedule
 from gearbox.model.optimizer import learning_rate, make_optimizer
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gearbox.config.recipe_values import Optim
-from gearbox.config.recipe_values import Schedule
+from gearbox.config.recipe_values import Optim, Schedule
 from gearbox.model.probes import numberless
 from gearbox.sharding.full_parameters import local_and_computed
 
