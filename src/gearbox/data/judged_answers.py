@@ -109,8 +109,8 @@ def _num_equal(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 
 def _no_prompt(chosen: str, rejected: str) -> str:
     return (
-        f"{chosen}: begins with nothing that {rejected} begins with, so there is no prompt; name the prompt's field "
-        "with data.fields='{prompt: FIELD}'"
+        f"{chosen}: shares no beginning with {rejected}, which would be the prompt; name the prompt's field with "
+        "data.fields='{prompt: FIELD}'"
     )
 
 
@@ -152,7 +152,10 @@ def _read_answer(record: JsonObject, field: str, names: FieldNames) -> str | lis
     if isinstance(value, list):
         return row_formats.read_turns(value, field, names)
     if isinstance(value, dict):
-        return [row_formats.read_turn(value, field, names)]
+        turn = row_formats.read_turn(value, field, names)
+        if turn["role"] != "assistant":
+            raise InvalidRecord(f"{field}: must be an assistant turn, found a {turn['role']} turn")
+        return [turn]
     if isinstance(value, str):
         return row_formats.read_text(record, field)
     raise InvalidRecord(f"{field}: must be a text, a turn or a list of turns, found {kind_of(value)}")
@@ -174,6 +177,8 @@ def _read_prompt(record: JsonObject, names: FieldNames, is_chat: bool) -> _Promp
         return _Prompt(field, [make_turn("user", "\n\n".join(filter(None, parts)))], is_text=True)
     if field == names.of("instruction"):
         raise InvalidRecord(f"{field}: must be a string, found {kind_of(value)}")
+    if field == names.of("prompt") and not isinstance(value, list):
+        raise InvalidRecord(f"{field}: must be a string or a list of turns, found {kind_of(value)}")
     return _Prompt(field, row_formats.read_turns(value, field, names), is_text=False)
 
 
@@ -200,7 +205,12 @@ def _divide(
 ) -> tuple[list[Turn], tuple[list[Turn], list[Turn]]]:
     """Return the turns of the prompt, and those of both answers. Raise InvalidRecord for different prompts."""
     chosen, rejected = map(_plain, pair)
-    if all(turns[0]["role"] == "assistant" for turns in pair):
+    alone = [turns[0]["role"] == "assistant" for turns in pair]
+    if any(alone) and not all(alone):
+        other = alone.index(False)
+        found = f"a {pair[other][0]['role']} turn"
+        raise InvalidRecord(f"{fields[other]}[0]: must be an assistant turn as in {fields[1 - other]}, found {found}")
+    if all(alone):
         if prompt is None:
             raise InvalidRecord(
                 f"{fields[0]}[0]: is an assistant turn without a prompt; name the prompt's field with "
@@ -221,11 +231,11 @@ def _divide(
                 raise InvalidRecord(f"{field}[{number}]: {what}; give the answer alone, or after the same turns")
     for turns, field in zip((chosen, rejected), fields, strict=True):
         if len(turns) <= shared:
-            raise InvalidRecord(f"{field}: its answer is empty: all of its turns are the prompt")
-    for turns, field, other in zip((chosen, rejected), fields, fields[::-1], strict=True):
+            raise InvalidRecord(f"{field}: its answer is empty: all of its turns are of the prompt")
+    for turns, field, place in zip((chosen, rejected), fields, fields[::-1], strict=True):
         if turns[shared]["role"] != "assistant":
             raise InvalidRecord(
-                f"{field}[{shared}]: is a {turns[shared]['role']} turn that differs from {other}[{shared}]; give both "
+                f"{field}[{shared}]: is a {turns[shared]['role']} turn that differs from {place}[{shared}]; give both "
                 "answers the same prompt"
             )
     if prompt is not None and prompt.is_text:

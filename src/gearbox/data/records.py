@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gearbox.config.recipe import Data
-from gearbox.config.recipe_values import ANSWERS, FORMS, TITLES, TURN_FIELDS
+from gearbox.config.recipe_values import ANSWERS, FORMS, JUDGED, TITLES, TURN_FIELDS
 from gearbox.data import row_formats
 from gearbox.data.row_formats import KEPT, REASONING, FieldNames, InvalidRecord, JsonObject
 from gearbox.data.sources import JSON, Origin, Record, Unreadable, parse_json
@@ -96,15 +96,17 @@ def _form_of(record: JsonObject, form: str, fields: dict[str, str | None], forms
         _refuse_judged(record, found, fields)
     if found is not None:
         return found
+    if "preference" in forms and {fields.get(name, name) for name in FORMS["preference"][0]} & record.keys():
+        return "preference"  # whose records are then told which answer is missing
     known = " | ".join(", ".join(FORMS[name][0]) for name in forms)
-    other = row_formats.recognise(record, "auto", fields, tuple(FORMS))
+    other = row_formats.recognise(record, "auto", fields, (*JUDGED["kto"], *ANSWERS))
     if other is None:
         names = ", ".join(map(repr, record))
         raise InvalidRecord(f"the fields {names} match no known format ({known}); map them in data.fields")
     objective = "sft" if other in ANSWERS else "kto"
     raise InvalidRecord(
-        f"has {TITLES[other]}, but the objective compares answers and needs {known}; map the fields in data.fields, or "
-        f"set train.objective={objective}"
+        f"has {TITLES[other]}, but the objective compares answers and needs {known}; set "
+        f"train.objective={objective}, or map the fields in data.fields"
     )
 
 
