@@ -35,6 +35,8 @@ class StepResult:
     """Tokens of the rank with the fullest experts, relative to the mean rank; None without expert parallelism."""
     idle: float | None = None
     """Share of the step in which a pipeline's stages were idle; None without a pipeline."""
+    figures: dict[str, float] | None = None
+    """Means over the compared answers of the step, by their key in metrics.jsonl; None if it compares none."""
 
     @property
     def skipped(self) -> bool:

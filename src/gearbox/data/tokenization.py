@@ -47,6 +47,8 @@ class Question:
     document: int
     question: str
     answer: str
+    rejected: str | None = None
+    """The rejected answer of a pair, whose chosen one is `answer`."""
 
 
 class UnusableRecord(NamedTuple):
