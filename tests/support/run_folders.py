@@ -106,12 +106,11 @@ def figures(step: int, draw: random.Random) -> dict:
 
 def make_pair_run(folder: Path, num_steps: int = 300, seed: int = 0) -> Path:
     """Write the folder of a run that compares answers: dpo on pairs, with answers before and after."""
-    plan = FACTS["plan"] | {"objective": "dpo: the chosen answer of each pair against the rejected one; beta 0.1"}
-    places = [["pairs.jsonl:3", [["<|user|>add 2 3<|end|><|assistant|>", False], [f"{n}<|end|>", True]]] for n in (5, 6)]
-    make_run(folder, 0, FACTS | {"num_steps": num_steps, "plan": plan, "documents": places}, seed)
-    (folder / "run.json").write_text(
-        json.dumps(json.loads((folder / "run.json").read_text()) | {"sides": ["chosen", "rejected"]})
-    )
+    plan = FACTS["plan"] | {"objective": "dpo: beta 0.1"}
+    asked = ["<|user|>add 2 3<|end|><|assistant|>", False]
+    pair = [["pairs.jsonl:3", [asked, ["5<|end|>", True]]], ["pairs.jsonl:3", [asked, ["6<|end|>", True]]]]
+    more = {"num_steps": num_steps, "plan": plan, "documents": pair, "sides": ["chosen", "rejected"]}
+    make_run(folder, 0, FACTS | more, seed)
     draw, lines = random.Random(seed), []
     for step in range(num_steps + 1):
         if step:

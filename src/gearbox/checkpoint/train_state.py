@@ -36,7 +36,7 @@ class StepResult:
     idle: float | None = None
     """Share of the step in which a pipeline's stages were idle; None without a pipeline."""
     figures: dict[str, float] | None = None
-    """Means over the compared answers of the step, by their key in metrics.jsonl; None if it compares none."""
+    """Means over the step's answers, such as their margin; None unless the objective compares answers."""
 
     @property
     def skipped(self) -> bool:

@@ -48,7 +48,7 @@ class Question:
     question: str
     answer: str
     rejected: str | None = None
-    """The rejected answer of a pair, whose chosen one is `answer`."""
+    """The rejected answer of a pair."""
 
 
 class UnusableRecord(NamedTuple):

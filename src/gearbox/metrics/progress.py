@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,9 +65,9 @@ class Progress:
         yield 1, f"loss {numbers['loss']:.4f}"
         if recent := self.state.recent_losses:
             yield 6, f"mean {sum(recent) / len(recent):.4f}"
-        if numbers.get("accuracy") is not None:
+        if known(numbers, "accuracy"):
             yield 3, f"accuracy {numbers['accuracy']:.0%}"
-        if numbers.get("margin") is not None:
+        if known(numbers, "margin"):
             yield 5, f"margin {numbers['margin']:.3g}"
         yield 9, f"lr {numbers['lr']:.2e}"
         yield 8, f"norm {numbers['grad_norm']:.3g}"
@@ -103,6 +104,11 @@ class Progress:
                 kept.add(rank)
                 free -= self._widths[rank] + 2
         return "  ".join(text.ljust(self._widths[rank]) for rank, text in texts.items() if rank in kept).rstrip()
+
+
+def known(numbers: Numbers, name: str) -> bool:
+    """Return whether a number was measured and is finite."""
+    return isinstance(number := numbers.get(name), int | float) and math.isfinite(number)
 
 
 def _gib(numbers: Sequence[object]) -> list[str]:

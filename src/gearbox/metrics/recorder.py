@@ -20,7 +20,7 @@ from gearbox.checkpoint.train_state import StepResult
 from gearbox.console import styled
 from gearbox.metrics import metrics_file
 from gearbox.metrics.clock import StepClock
-from gearbox.metrics.progress import Progress, saved_text
+from gearbox.metrics.progress import Progress, known, saved_text
 from gearbox.metrics.trackers import Trackers
 from gearbox.metrics.trainjob_status import TrainJobStatus
 from gearbox.redact import redacted
@@ -191,8 +191,8 @@ class Metrics:
         self.log(eval_loss=loss, **given, **{f"eval_{name}": number for name, number in compared.items()})
         text = f"held-out loss {loss:.4f}"
         text += "" if perplexity is None else f"  perplexity {perplexity:.4g}"
-        text += f"  accuracy {compared['accuracy']:.1%}" if "accuracy" in compared else ""
-        text += f"  margin {compared['margin']:.3g}" if "margin" in compared else ""
+        text += f"  accuracy {compared['accuracy']:.1%}" if known(compared, "accuracy") else ""
+        text += f"  margin {compared['margin']:.3g}" if known(compared, "margin") else ""
         text += "" if exact_match is None else f"  exact match {exact_match:.1%}"
         text += "" if metric is None else f"  metric {metric:.4g}"
         self.progress.event(text)

@@ -18,9 +18,9 @@ NOT_SHOWN = {"run.name", "run.dir"}  # keys that differ in every pair of runs
 CURVES = (  # title, key, unit, whether the curve is smoothed, and whether its scale starts at 0
     ("Held-out loss", "eval_loss", "nats per token", False, False),
     ("Loss, moving mean", "loss", "nats per token", True, False),
-    ("Held-out accuracy of the order", "eval_accuracy", "percent", False, True),
-    ("Held-out margin of the rewards", "eval_margin", "", False, True),
-    ("KL divergence from the reference, moving mean", "kl", "nats", True, True),
+    ("Held-out reward accuracy", "eval_accuracy", "percent", False, True),
+    ("Held-out reward margin", "eval_margin", "", False, True),
+    ("KL divergence, moving mean", "kl", "nats", True, True),
     ("Exact match", "eval_exact_match", "percent", False, True),
     ("Learning rate", "lr", "", False, True),
     ("Gradient norm, moving mean", "grad_norm", "", True, True),

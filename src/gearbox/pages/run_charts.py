@@ -9,13 +9,14 @@ from gearbox.pages.charts import Chart, Line
 from gearbox.pages.run_data import PARTS, RunData
 from gearbox.pages.scale import moving_mean
 
+LABELLED = {"chosen": "good", "rejected": "bad"}  # the names under kto, whose answers need no partner
 AREA_POINTS = 200  # of a stacked chart, each the mean of its steps
 NOISY = ("Gradient norm", "Tokens per second")
 FIGURES = (  # of compared answers: title, unit, and each line's name by its key
-    ("Accuracy of the order", "percent", {"accuracy": "accuracy"}),
-    ("Margin of the rewards", "", {"margin": "margin"}),
+    ("Reward accuracy", "percent", {"accuracy": "accuracy"}),
+    ("Reward margin", "", {"margin": "margin"}),
     ("Rewards", "", {"reward_chosen": "chosen", "reward_rejected": "rejected"}),
-    ("KL divergence from the reference, estimated", "nats", {"kl": "KL"}),
+    ("KL divergence, estimated", "nats", {"kl": "KL"}),
 )
 STACK_COLOURS = (7, 1, 4, 6, 3, 2)  # of PARTS
 
@@ -67,7 +68,8 @@ def _figures(run: RunData) -> Iterator[Chart]:
     """Yield the charts of compared answers: means over steps, and held-out values."""
     for title, unit, names in FIGURES:
         lines = []
-        for place, (key, name) in enumerate(names.items()):
+        for place, (key, usual) in enumerate(names.items()):
+            name = LABELLED.get(usual, usual) if run.objective == "kto" else usual
             steps, held_out = run.column(key), run.column(f"eval_{key}")
             means, size = moving_mean(steps.values)
             colour = 2 * place + 1

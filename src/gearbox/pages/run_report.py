@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 
 import yaml
@@ -241,10 +242,13 @@ def _documents(run: RunData) -> Iterator[str]:
     """Yield the sample documents with their trained text marked."""
     if not run.facts.documents:
         return
-    documents = "".join(
-        f'<div class="doc"><code>{escape(place)}</code>\n{"".join(_piece(*piece) for piece in pieces)}</div>'
-        for place, pieces in run.facts.documents
-    )
+    documents, above = "", ""
+    for (place, pieces), side in zip_longest(run.facts.documents, run.facts.sides[: len(run.facts.documents)]):
+        text = "".join(_piece(*piece) for piece in pieces)
+        heading = f"<code>{escape(place)}</code>\n" if place != above or not side else ""
+        label = f'<span class="muted">{escape(side)}</span>\n' if side else ""
+        documents += f'<div class="doc">{heading}{label}{text}</div>'
+        above = place
     legend = "<p>Text that is <mark>bold, underlined and shaded</mark> is trained. The rest is context.</p>"
     yield f"<h2>Training documents</h2>{legend}{page.card(documents)}"
 

@@ -54,6 +54,11 @@ class Corpus(Documents, Protocol):
         ...
 
     @property
+    def labels(self) -> NDArray[np.int8]:
+        """1 for a usual document or a good answer, 0 for a bad answer."""
+        ...
+
+    @property
     def origin_ids(self) -> NDArray[np.int32]:
         """Index into `origins`."""
         ...
