@@ -71,6 +71,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Return the table of results. The best figure of each column is bold and labelled."""
     columns = [[measure(run) for run in runs] for _, _, measure, _, _ in RESULTS]
     used = [place for place, values in enumerate(columns) if any(map(math.isfinite, values))]
+    has_one_loss = len({run.objective for run in runs}) == 1
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         word, colour = WORDS.get(run.outcome, WORDS["unknown"])
@@ -81,7 +82,8 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
             value = columns[place][number]
             has_none = not run.column(key).steps or (run.compares and heading == "perplexity")
             text = "-" if has_none else value_label(value, unit)
-            is_best = direction and text == _best(columns[place], unit, direction)
+            is_ranked = direction and (has_one_loss or heading != "held-out loss")
+            is_best = is_ranked and text == _best(columns[place], unit, direction)
             cells.append(f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>")
         tokens = run.column("tokens").last
         facts = run.facts
