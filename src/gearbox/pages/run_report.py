@@ -249,7 +249,8 @@ def _documents(run: RunData) -> Iterator[str]:
         label = f'<span class="muted">{escape(side)}</span>\n' if side else ""
         documents += f'<div class="doc">{heading}{label}{text}</div>'
         above = place
-    legend = "<p>Text that is <mark>bold, underlined and shaded</mark> is trained. The rest is context.</p>"
+    use = "is compared" if any(run.facts.sides) else "is trained"
+    legend = f"<p>Text that is <mark>bold, underlined and shaded</mark> {use}. The rest is context.</p>"
     yield f"<h2>Training documents</h2>{legend}{page.card(documents)}"
 
 
