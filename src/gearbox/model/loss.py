@@ -257,16 +257,18 @@ class ChunkedLoss:
         A plain head computes its gradients together with the logits, also where FSDP2 has derived a class from it. With
         an adapter, a bias or tensor parallelism, the backward pass recomputes the logits.
         """
-        head = self.head
-        if isinstance(head, nn.Linear) and head.bias is None and type(head.weight) is nn.Parameter:
-            return heads.cross_entropy_sum(hidden, head.weight, labels, self.scale, self.cap)
-        # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
-        keeps_rng = hasattr(head, "base_layer")
-        losses = [
-            checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=keeps_rng)
-            for h, y in self._chunks(hidden, labels)
-        ]
-        return torch.stack(losses).sum()
+        if (weight := self._plain_weight) is not None:
+            return heads.cross_entropy_sum(hidden, weight, labels, self.scale, self.cap)
+        return torch.stack([losses.sum() for losses in self._recomputed_losses(hidden, labels)]).sum()
+
+    def log_probs(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of each target, [N] in fp32, whose gradients `total` describes.
+
+        hidden: [N, H]. labels: [N].
+        """
+        if (weight := self._plain_weight) is not None:
+            return heads.log_probs(hidden, weight, labels, self.scale, self.cap)
+        return -torch.cat(self._recomputed_losses(hidden, labels))
 
     def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> PairOfTensors:
         """Return each token's loss and whether the most likely token is the target, both [N]."""
@@ -277,8 +279,25 @@ class ChunkedLoss:
             hits.append(logits.argmax(-1) == y)
         return torch.cat(losses), torch.cat(hits)
 
-    def _sum_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._logits(hidden), labels, reduction="sum")
+    @property
+    def _plain_weight(self) -> torch.Tensor | None:
+        """The weight of a head that is nothing but a product with a tensor that is not divided, else None."""
+        head = self.head
+        if isinstance(head, nn.Linear) and head.bias is None and type(head.weight) is nn.Parameter:
+            return head.weight
+        return None
+
+    def _recomputed_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        """Return the losses of each chunk, [n]. The backward pass computes its logits again."""
+        # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
+        keeps_rng = hasattr(self.head, "base_layer")
+        return [
+            checkpoint(self._losses_of_chunk, h, y, use_reentrant=False, preserve_rng_state=keeps_rng)
+            for h, y in self._chunks(hidden, labels)
+        ]
+
+    def _losses_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._logits(hidden), labels, reduction="none")
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.usual_forward(hidden).float()
