@@ -29,6 +29,7 @@ from gearbox.errors import UserError
 from gearbox.kernels.install import installed_kernels
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
+from gearbox.model.loss import Comparison
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
@@ -50,7 +51,7 @@ from gearbox.training.run_folder import Run
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 # Largest change of a token's loss when another document in its row changes, by precision.
 LEAK_TOLERANCE = {"no": 1e-4, "bf16": 3e-2}
-NUM_SHOWN_DOCUMENTS = 5  # in the report
+NUM_SHOWN_RECORDS = 5  # in the report
 NARROW_LAYERS = 3  # of the narrow copy that tests whether a model family splits into stages
 
 
@@ -70,11 +71,15 @@ class TrainingData:
         return {summary.form for summary in self.corpus.summaries} == {"text"}
 
     @property
+    def digest(self) -> str:
+        """An identifier of the tokens, independent of the source files and of their rows."""
+        return " ".join(one.digest for one in (self.corpus, self.evaluated) if one is not None)
+
+    @property
     def key(self) -> str:
         """An identifier of the tokens and their rows, independent of the source files."""
-        digests = [one.digest for one in (self.corpus, self.evaluated) if one is not None]
         return " ".join(
-            [*digests, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
+            [self.digest, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
         )
 
     @property
@@ -169,6 +174,13 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
+    if recipe.compares:
+        without_adapter(loaded).comparison = Comparison(
+            recipe.train.objective,
+            recipe.preference,
+            sequence_parallel.sum_over_sharing(gear, accelerator),
+            gear.degree("sp") * gear.degree("cp"),
+        )
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions, fit)
 
@@ -311,10 +323,10 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
             )
-    first = preview.first_documents(rows.training, data.tokenizer, 1)
+    first = preview.first_documents(rows.training, data.tokenizer, 1, plan.job.recipe)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     devices = world.rank_devices()
     if world.rank == 0:
         run.write_dropped(rows.dropped())
-        documents = preview.first_documents(rows.training, data.tokenizer, NUM_SHOWN_DOCUMENTS)
+        documents = preview.first_documents(rows.training, data.tokenizer, NUM_SHOWN_RECORDS, plan.job.recipe)
         run.write_facts(run_facts.begin(plan, devices, run_folder.versions(), documents, run.state.step))
