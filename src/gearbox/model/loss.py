@@ -53,7 +53,7 @@ class LossPath:
 
 @dataclass
 class Comparison:
-    """How a step compares answers. Its numbers are those of the complete step; the loop sets them before each step."""
+    """Compare the answers of a step. Its numbers are those of the complete step; the loop sets them before each step."""
 
     objective: str
     settings: Preference
