@@ -54,7 +54,8 @@ def test_a_value_from_elsewhere_is_answered_with_ours(key, values):
             (line,) = refusal(f"{key}={value}", "model.name=org/model")
             assert line.startswith(f"command line: {key}: ") and line.endswith(f"; use {advice}"), line
         pairs = re.findall(r"(\w+\.\w+): (\w+)", advice)
-        load_recipe(TINY, [f"{name}={right}" for name, right in pairs] + ["adapter.method=lora"] * (key[0] == "m"))
+        needed = ["adapter.method=lora"] * (key[0] == "m") + ["train.teacher=a"] * advice.endswith("train.teacher")
+        load_recipe(TINY, [f"{name}={right}" for name, right in pairs] + needed)
 
 
 SWITCHES = {
@@ -66,6 +67,7 @@ SWITCHES = {
     "disable_gradient_checkpointing": ("use perf.checkpointing: none", "use perf.checkpointing: full"),
     "enable_activation_offloading": ("use perf.checkpointing: offload", "remove it"),
     "load_in_4bit": ("use model.quantize: nf4", "remove it"),
+    "reference_free": ("use train.objective: simpo, or orpo, which have no reference", "remove it"),
     "quantize_base": ("use model.quantize: nf4", "remove it"),
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gearbox.checks.finding import Said, Severity
 from gearbox.config.loader import is_url, matches
-from gearbox.config.recipe import BUILTIN_TASKS, Data
+from gearbox.config.recipe import BUILTIN, Data
 from gearbox.config.recipe_values import Source, listed
 from gearbox.data import judged_answers, row_formats, sources
 from gearbox.data.records import RecordReader
@@ -45,7 +45,7 @@ class FirstRecords:
         """Read the first records of each file of this source."""
         path = self.source.path
         found = [] if is_url(path) else matches(path)
-        if path != BUILTIN_TASKS and not found:  # on the Hub, or missing, which the recipe's reader reports
+        if path not in BUILTIN and not found:  # on the Hub, or missing, which the recipe's reader reports
             return []
         if not all(one.is_file() or one.is_dir() for one in found):  # it also reports pipes and devices, without an end
             return []

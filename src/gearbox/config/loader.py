@@ -18,7 +18,7 @@ from gearbox.config.adapter_settings import saved_adapter_settings
 from gearbox.config.old_keys import OLD_KEYS, OldKey, for_manifest, new_value, renamed
 from gearbox.config.other_names import FIRST_KEYS, advice_on_key, advice_on_value, key_of
 from gearbox.config.recipe import (
-    BUILTIN_TASKS,
+    BUILTIN,
     LOCAL_ENDINGS,
     ONE_OF,
     RESUME,
@@ -37,6 +37,9 @@ DEFAULT_RECIPE = Path("recipes/tiny.yaml")
 COMMAND_LINE = "command line"  # the place of what is not in the recipe's file
 RawMapping = dict[str, Any]  # a parsed YAML or JSON file, not yet checked
 MAX_BYTES = 2**20  # of a file of settings
+FORMS_RUN = "python src/launch.py single recipes/tiny.yaml data.path=builtin:forms run.name=tiny-forms"
+MAKERS = {"models/smollm2-135m": "make smollm2", "runs/tiny-forms/model": FORMS_RUN}
+"""The command that makes each model folder that a shipped recipe names."""
 
 
 # PyYAML also raises other errors, such as TypeError for a list as a key.
@@ -266,8 +269,8 @@ def _missing_files(recipe: Recipe) -> list[str]:
         if not (Path(name) / "config.json").is_file():
             problems.append(f"model.name: the folder {name!r} has no config.json")
     elif looks_local or name.count("/") > 1:
-        hint = "; run `make smollm2` to make it" if name == "models/smollm2-135m" else ""
-        problems.append(f"model.name: no such folder {name!r}{hint or '; give a folder or a Hub id such as org/model'}")
+        hint = f"first run `{MAKERS[name]}`" if name in MAKERS else "give a folder or a Hub id such as org/model"
+        problems.append(f"model.name: no such folder {name!r}; {hint}")
     for key, paths in (("data.path", recipe.data.path), ("eval.path", recipe.eval.path or [])):
         for source in listed(paths):
             problems += _missing_data(key, source.path)
@@ -281,13 +284,13 @@ def _missing_files(recipe: Recipe) -> list[str]:
 
 def _missing_data(key: str, path: str) -> list[str]:
     """Return a problem if a data path cannot be read. `key` is the recipe key that gave it."""
-    if path == BUILTIN_TASKS or is_url(path):
+    if path in BUILTIN or is_url(path):
         return []
     if found := matches(path):
         odd = [file for file in found if not (file.is_file() or file.is_dir())]  # such as a pipe
         return [f"{key}: {odd[0]} is {_kind(odd[0])}; give a file or a folder"] if odd else []
     if path.startswith("builtin:"):
-        return [f"{key}: unknown built-in data {path!r}; the only built-in data is {BUILTIN_TASKS}"]
+        return [f"{key}: unknown built-in data {path!r}; the built-in data are {', '.join(BUILTIN)}"]
     if any(letter in path for letter in "*?["):
         return [f"{key}: no file matches {path!r}"]
     if "," in path:
@@ -317,7 +320,7 @@ def is_url(path: str) -> bool:
 def is_local(path: str) -> bool:
     """Return whether a data.path is local, not on the Hub."""
     return (
-        path == BUILTIN_TASKS
+        path in BUILTIN
         or path.endswith(LOCAL_ENDINGS)
         or path.startswith((".", "/", "~", "file://"))
         or bool(matches(path))

@@ -53,9 +53,20 @@ KEYS = {
     "schedule.warmup": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters lr_warmup_iters",
     "schedule.decay": "num_decay_steps decay_steps lr_wsd_decay_iters wsd_decay_steps cooldown_steps",
     "train": "trainer training training_args training_arguments",
+    "train.objective": "rl rlhf trainer_type pref_loss loss_type alignment_method preference_loss",
+    "train.teacher": "teacher_model_name_or_path teacher_model kd_teacher",
     "train.steps": "max_steps max_train_steps num_train_steps num_steps train_steps train_iters",
     "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
     "train.seed": "data_seed random_seed manual_seed",
+    "preference": "dpo dpo_config",
+    "preference.beta": """
+        pref_beta dpo_beta kto_beta orpo_beta simpo_beta orpo_alpha ref_policy_kl_penalty
+        reference_policy_kl_penalty""",
+    "preference.label_smoothing": "dpo_label_smoothing",
+    "preference.margin": "simpo_gamma",
+    "preference.sft_weight": "rpo_alpha pref_ftx cpo_alpha sft_loss_weight",
+    "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "eval": "validation evaluation",
     "eval.every": """
         eval_steps evals_per_epoch val_check_interval eval_interval evaluation_interval eval_freq
@@ -127,7 +138,17 @@ ADVICE = {
     "use eval.every, a number of steps": "eval_strategy evaluation_strategy do_eval",
     "use save.every, a number of steps": "save_strategy",
     "remove it: a model without weights has model.init: random": "from_scratch",
-    "remove it: this version trains on given answers only": "rl trainer_type beta dpo_beta loss_type reward_model",
+    "use preference.margin, which is beta times this ratio": "simpo_gamma_ratio gamma_beta_ratio",
+    "remove it: the reference is the model before its first step, computed once and kept": """
+        ref_model ref_model_name_or_path ref_adapters ref_model_adapters model_adapter_name ref_adapter_name
+        precompute_ref_log_probs precompute_ref_batch_size precompute_ref_eval_batch_size precompute_reference_log_probs
+        ref_model_init_kwargs ref_model_revision ref_model_quantization_bit sync_ref_model""",
+    "use train.objective: simpo, or orpo, which have no reference": "reference_free",
+    "remove it: an answer that does not fit next to its pair is cut at its end": """
+        max_prompt_length max_completion_length max_target_length max_prompt_len truncation_mode""",
+    "remove it: prompts and answers are not trained apart, and dropout is off": "disable_dropout f_divergence_type",
+    "remove it: rewards are given by pairs or labels, and no reward model is trained": """
+        reward_model reward_model_path reward_funcs reward_weights reward_model_type""",
     "remove it: data are tokenized on all cores, once": """
         dataset_num_proc preprocessing_num_workers dataloader_num_workers num_workers num_proc dataset_prepared_path
         overwrite_cache dataloader_pin_memory""",
@@ -186,7 +207,19 @@ LORA_4_BITS = "adapter.method: lora, with model.quantize: nf4"
 DORA_4_BITS = "adapter.method: dora, with model.quantize: nf4"
 ONLY_ADAMW = "optim.name: adamw, or optim.name: muon; other optimizers are not supported"
 ONLY_NF4 = "model.quantize: nf4; 8-bit weights are not trained"
+REWARD = "none of them: no reward model is trained, and no answers are drawn while training"
+OTHER_LOSS = "train.objective: dpo, or ipo, simpo, orpo, kto; other losses are not supported"
 VALUES = {
+    "train.objective": {
+        "train.objective: dpo": "sigmoid pref dpo_sigmoid dpo_trainer dpotrainer",
+        "train.objective: kto": "kto_pair kto_trainer ktotrainer",
+        "train.objective: orpo": "orpo_trainer orpotrainer odds_ratio",
+        "train.objective: simpo": "simpo_trainer",
+        "train.objective: sft": "pt pretrain supervised causal_lm cross_entropy nll none null",
+        "train.objective: distil, with train.teacher": "kd distill distillation gkd knowledge_distillation",
+        OTHER_LOSS: "hinge slic cpo bco robust exo_pair nca_pair sppo_hard aot aot_pair apo_zero apo_down discopop",
+        REWARD: "rm reward rm_trainer ppo grpo rloo online_dpo gspo dapo prm",
+    },
     "adapter.method": {
         LORA_4_BITS: "qlora q_lora lora_4bit",
         DORA_4_BITS: "qdora",
@@ -262,7 +295,7 @@ VALUES = {
 # The key that a single value means, where it is given for a whole group.
 FIRST_KEYS = {
     "model": "name", "adapter": "method", "data": "path", "batch": "rows", "optim": "name", "schedule": "name",
-    "train": "steps", "eval": "fraction", "save": "every", "perf": "kernels", "run": "name",
+    "train": "steps", "preference": "beta", "eval": "fraction", "save": "every", "perf": "kernels", "run": "name",
 }  # fmt: skip
 
 _key_by_name = {name: key for key, names in KEYS.items() for name in names.split()}

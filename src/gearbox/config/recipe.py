@@ -36,7 +36,8 @@ from gearbox.config.recipe_values import (
 from gearbox.errors import shown
 
 MAX_QUESTIONS = 256  # of a data set; more are not kept
-BUILTIN_TASKS = "builtin:tasks"
+BUILTIN_TASKS, BUILTIN_FORMS, BUILTIN_PREFERENCES = "builtin:tasks", "builtin:forms", "builtin:preferences"
+BUILTIN = (BUILTIN_TASKS, BUILTIN_FORMS, BUILTIN_PREFERENCES)
 LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MAX_RECORD_BYTES = 16 * 2**20  # per document; tokenizing a larger one would take gigabytes
 Role = Literal["system", "user", "assistant", "tool"]
@@ -114,7 +115,7 @@ class Data(Group):
 
     path: Paths
     """File (.jsonl, .json, .parquet, .csv, .txt), folder or glob of files, dataset saved by `datasets`, Hub dataset
-    id, or `builtin:tasks`. A list such as `[a.jsonl, b.jsonl]` mixes several; an item may also be
+    id, or `builtin:tasks`, `builtin:forms` or `builtin:preferences`. A list such as `[a.jsonl, b.jsonl]` mixes several; an item may also be
     `{path, weight, split, fields}`. Also the folder or URL of shards that src/prepare.py wrote."""
     split: str = "train"
     """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""

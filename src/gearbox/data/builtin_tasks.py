@@ -1,4 +1,4 @@
-"""Generate the data and the tokenizer of recipes/tiny.yaml: short chats whose answers can be checked.
+"""Generate the data and the tokenizer of the tiny recipes: short chats whose answers can be checked.
 
 `python src/gearbox/data/builtin_tasks.py` writes the tokenizer files next to recipes/tiny/config.json. A test checks
 that the committed files are up to date.
@@ -7,14 +7,14 @@ that the committed files are up to date.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gearbox.data.sources import JSON
 
-NUM_DOCUMENTS = 20_000
+NUM_DOCUMENTS, NUM_PAIRS = 20_000, 4_000
 LETTERS = "abcdefghij"  # 8 heads with rotary base 100 learn these in 3 minutes, but not 26 letters or with base 10,000
 TASKS: dict[str, Callable[[str], str]] = {
     "first": lambda letters: letters[0],
@@ -32,20 +32,43 @@ CHAT_TEMPLATE = (
 
 def documents(num_documents: int = NUM_DOCUMENTS) -> list[dict[str, JSON]]:
     """Return chats such as `sort dbca` -> `abcd`, identical on every machine."""
-    draw = random.Random(0)
-    chats: list[dict[str, JSON]] = []
-    for _ in range(num_documents):
+    return [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in _questions(random.Random(0), num_documents)
+    ]
+
+
+def forms(num_documents: int = NUM_DOCUMENTS) -> list[dict[str, JSON]]:
+    """Return the same chats, with every second answer in capitals, at random: `sort dbca` -> `ABCD`."""
+    draw = random.Random(1)
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": draw.choice((answer, answer.upper()))},
+            ]
+        }
+        for question, answer in _questions(draw, num_documents)
+    ]
+
+
+def preferences(num_pairs: int = NUM_PAIRS) -> list[dict[str, JSON]]:
+    """Return pairs whose answers are both right. The chosen one is in capitals."""
+    return [
+        {"prompt": question, "chosen": answer.upper(), "rejected": answer}
+        for question, answer in _questions(random.Random(2), num_pairs)
+    ]
+
+
+def _questions(draw: random.Random, number: int) -> Iterator[tuple[str, str]]:
+    """Yield questions, each with its answer."""
+    for _ in range(number):
         task = draw.choice(list(TASKS))
         letters = "".join(draw.sample(LETTERS, draw.randint(3, 5)))
-        chats.append(
-            {
-                "messages": [
-                    {"role": "user", "content": f"{task} {letters}"},
-                    {"role": "assistant", "content": TASKS[task](letters)},
-                ]
-            }
-        )
-    return chats
+        yield f"{task} {letters}", TASKS[task](letters)
+
+
+BUILTIN = {"builtin:tasks": documents, "builtin:forms": forms, "builtin:preferences": preferences}
 
 
 def write_tokenizer(folder: Path) -> None:

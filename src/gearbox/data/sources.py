@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 import xxhash
 
 from gearbox.config.loader import matches
-from gearbox.config.recipe import BUILTIN_TASKS, LOCAL_ENDINGS, MAX_RECORD_BYTES
+from gearbox.config.recipe import BUILTIN, LOCAL_ENDINGS, MAX_RECORD_BYTES
 from gearbox.config.recipe_values import Source
 from gearbox.errors import UserError, one_line_with_type
 
@@ -60,7 +60,7 @@ class Origin:
     files: tuple[Path, ...]
     """Files whose bytes are the content."""
     split: str = ""
-    """Split and number of rows, for a dataset."""
+    """Split and number of rows of a dataset, or which built-in data."""
     dataset: datasets.Dataset | None = None
     """Dataset, memory-mapped from its files."""
     source: int = 0
@@ -98,7 +98,7 @@ class Origin:
             elif self.kind == "py":
                 from gearbox.data import builtin_tasks
 
-                for number, document in enumerate(builtin_tasks.documents(), 1):
+                for number, document in enumerate(builtin_tasks.BUILTIN[self.name](), 1):
                     yield Record(number, document, 100)
             elif self.kind == "parquet":
                 yield from _parquet(self.files[0])
@@ -125,8 +125,8 @@ def find(sources: list[Source]) -> list[Origin]:
     origins: list[Origin] = []
     known: set[tuple[object, ...]] = set()
     for number, source in enumerate(sources):
-        if source.path == BUILTIN_TASKS:
-            of_source = [Origin(BUILTIN_TASKS, (Path(__file__).with_name("builtin_tasks.py"),))]
+        if source.path in BUILTIN:
+            of_source = [Origin(source.path, (Path(__file__).with_name("builtin_tasks.py"),), source.path)]
         elif paths := matches(source.path):
             of_source = [origin for path in paths for origin in _origins_at(path, source)]
         else:
