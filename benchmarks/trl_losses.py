@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/trl_losses.py
 
-The trainers get a model that returns the log-probabilities of tokens, so that their own code computes the loss and its
-gradient with respect to each answer's sum. The first run installs TRL into .peers/, as `make bench` does.
+The trainers get a model that returns the log-probabilities of tokens. Their own code computes the loss, and autograd
+its gradient for each answer's sum. The first run installs TRL into .peers/, as `make bench` does.
 """
 
 from __future__ import annotations
