@@ -39,7 +39,7 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
     resume.check_early(job)
     cli.show_job(job)
     with cli.importing("torch"):  # after the checks, because it takes seconds
-        from gearbox.training import evaluation, finish, loop, run_folder, session
+        from gearbox.training import comparing, evaluation, finish, loop, run_folder, session
         from gearbox.training.outputs import open_outputs
 
     job, data = session.prepare_data(job)  # before ranks meet: tokenizing may exceed the collective timeout
@@ -53,6 +53,8 @@ def main(arguments: list[str], gear: Gear | None = None) -> int:
         engine.warm_up(rows.training)
         plan = session.make_plan(engine, data, rows, run, facts)
         session.announce(plan, data, rows, run, world)
+        if not comparing.prepare(engine, data, rows, run, watchdog):
+            return finish.end_stopped(run, world, watchdog)
         questions = evaluation.Questions.of(engine, rows, data.tokenizer, data.is_text)
         with open_outputs(plan, engine, run, watchdog) as outputs:
             if loop.fit(engine, rows, questions, outputs, watchdog):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gearbox.distributed import pipeline_parallel, pipeline_stages
 from gearbox.model import loss
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX
 from support.pipelines import FAMILIES, load_stage, write_model
 from support.ranks import fork_ranks
 

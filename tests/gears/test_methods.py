@@ -12,7 +12,7 @@ from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.data.corpus import Builder, load_corpora
 from gearbox.model import loading, loss
-from gearbox.rows import arranged, batches
+from gearbox.rows import arranged, units
 from support.methods import ADDED_TOKENS, METHODS, short, two_models
 
 STEPS = 4
@@ -130,7 +130,7 @@ def test_a_reloaded_model_has_the_loss_it_was_saved_with(run, chats, folder, met
     batch.pop("chunk_ids")
     with torch.no_grad():
         losses, _ = loaded(**batch)
-    mean = losses.sum().item() / (batch["labels"] != batches.IGNORE_INDEX).sum().item()
+    mean = losses.sum().item() / (batch["labels"] != units.IGNORE_INDEX).sum().item()
     assert mean == pytest.approx(outcome.kept[2][-1], rel=1e-5)
     assert abs(mean - outcome.kept[2][0]) > 1e-3
 

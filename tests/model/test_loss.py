@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gearbox.kernels import head
 from gearbox.model import loss, probes
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX
 from support.documents import Made, random_documents
 
 VOCABULARY = 193

@@ -10,7 +10,7 @@ from gearbox import ROOT
 from gearbox.config.loader import load_recipe
 from gearbox.errors import UserError
 from gearbox.model import loading, loss, probes, random_init, router_loss
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX
 from support.experts import CHOSEN, EXPERTS, FAMILIES, LAYERS, SMALL, TOKENIZER, WEIGHT, config_of
 
 

@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbox.config.job import BatchPlan
-from gearbox.rows.batches import (
-    IGNORE_INDEX,
-    chain_hash,
-    fullest_rows,
-    make_step_batch,
-    micro_batches_of,
-    passes_of,
-)
+from gearbox.rows.batches import chain_hash, fullest_rows, make_step_batch, micro_batches_of
 from gearbox.rows.packing import chunk_documents, pack
+from gearbox.rows.units import IGNORE_INDEX, passes_of
 from support.documents import Made, random_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -35,6 +35,8 @@ class StepResult:
     """Tokens of the rank with the fullest experts, relative to the mean rank; None without expert parallelism."""
     idle: float | None = None
     """Share of the step in which a pipeline's stages were idle; None without a pipeline."""
+    figures: dict[str, float] | None = None
+    """Means over the step's answers, such as their margin; None unless the objective compares answers."""
 
     @property
     def skipped(self) -> bool:

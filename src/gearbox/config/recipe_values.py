@@ -316,6 +316,18 @@ class Preference(Group):
     undesirable_weight: PositiveFloat = 1.0
     """Weight of bad answers in `kto`; its paper balances the products of weights and numbers of answers."""
 
+    def beta_of(self, objective: str) -> float:
+        """Return beta, or its default for the objective."""
+        return self.beta if self.beta is not None else 2.0 if objective == "simpo" else 0.1
+
+    def margin_of(self, objective: str) -> float:
+        """Return the margin, or its default for the objective."""
+        return self.margin if self.margin is not None else 1.0 if objective == "simpo" else 0.0
+
+    def sft_weight_of(self, objective: str) -> float:
+        """Return the weight of the usual loss, or its default for the objective."""
+        return self.sft_weight if self.sft_weight is not None else float(objective == "orpo")
+
 
 class Profile(Group):
     """The steps to profile."""

@@ -39,7 +39,8 @@ from gearbox.errors import UserError, one_line
 from gearbox.kernels import attention
 from gearbox.kernels.blocks import blocks_of
 from gearbox.planning.fit import Fit
-from gearbox.rows.batches import IGNORE_INDEX, Batch, PackedRows
+from gearbox.rows.batches import Batch, PackedRows
+from gearbox.rows.units import IGNORE_INDEX
 from gearbox.sharding import fsdp_loading, sharded_state
 from gearbox.sharding.unwrap import (
     checking_hooks,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gearbox.distributed.pipeline_stages import ReceivedHidden, SkippedModule, Stage, set_received
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX
 from gearbox.sharding.unwrap import decoder_of, without_adapter
 
 if TYPE_CHECKING:

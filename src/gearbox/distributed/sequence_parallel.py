@@ -5,7 +5,7 @@ Shapes: B rows of a micro-batch, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from gearbox.config.gear import Gear
 from gearbox.errors import UserError
 from gearbox.kernels.attention import DOCUMENTS, Parts, dividing_rows
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX, NOT_COMPARED
 
 
 def check_attention(gear: Gear, family: str, attention: str) -> None:
@@ -90,13 +90,48 @@ class _GatherTokens(torch.autograd.Function):
         return local, None
 
 
+def sum_over_sharing(gear: Gear, accelerator: Accelerator) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that sums a tensor over the ranks that share rows.
+
+    All of them must then compute the same. Its backward pass is the sum of their equal gradients.
+    """
+    if not gear.shares_rows:
+        return lambda part: part
+    if gear.degree("sp") > 1:
+        from deepspeed.utils import groups
+
+        group = groups._get_sequence_parallel_group()
+    else:
+        group = accelerator.torch_device_mesh["cp"].get_group()
+    return lambda part: cast(torch.Tensor, _SumOverRanks.apply(part, group))  # type: ignore[no-untyped-call]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over ranks, whose gradient is equal on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ANN401  torch's
+        ctx.size = group.size()
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401  torch's
+        return gradient * ctx.size, None
+
+
 def _padded_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
     """Pad rows to a multiple of a length and add positions. The padding is a document without targets."""
     width = inputs["labels"].shape[1]
     more = -width % multiple
     positions = torch.arange(width, device=inputs["labels"].device).expand_as(inputs["labels"])
     inputs = {"position_ids": positions, **inputs}
-    ends = {"position_ids": torch.arange(more, device=positions.device), "labels": torch.tensor(IGNORE_INDEX)}
+    ends = {
+        "position_ids": torch.arange(more, device=positions.device),
+        "labels": torch.tensor(IGNORE_INDEX),
+        "answers": torch.tensor(NOT_COMPARED),
+    }
     return {
         name: torch.cat([tensor, ends.get(name, torch.tensor(0)).to(tensor).expand(len(tensor), more)], 1)
         for name, tensor in inputs.items()

@@ -249,8 +249,11 @@ def fingerprint(source: str, recipe: Recipe) -> str | None:
 
     The adapter at adapter.path is included.
     """
-    if recipe.adapter.method == "none":
-        return None
+    return None if recipe.adapter.method == "none" else starting_weights(source, recipe)
+
+
+def starting_weights(source: str, recipe: Recipe) -> str:
+    """Return a text that identifies the weights before the first step, with those of the adapter at adapter.path."""
     digests = digests_of_weights(Pretrained.of(recipe.model, source))
     if recipe.adapter.path is not None:
         digests.append(digest_of(Path(recipe.adapter.path) / WEIGHTS))

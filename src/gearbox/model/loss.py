@@ -18,9 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
+from gearbox.config.recipe_values import Preference
 from gearbox.kernels import head as heads
+from gearbox.kernels import preference
+from gearbox.kernels.preference import Answers
 from gearbox.model.router_loss import count_loads, is_balanced, load_balance_loss, resolve_router_weight
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import GOOD, IGNORE_INDEX
 from gearbox.sharding.unwrap import decoder_of, without_adapter
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 PLACES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The arguments of a decoder that place tokens in documents."""
+JUDGED_INPUTS = ("answers", "reference")
+"""The inputs of an objective that compares answers."""
 PairOfTensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -46,11 +51,68 @@ class LossPath:
         return ", ".join([*parts, "the model's own positions"] if self.own_positions else parts)
 
 
+@dataclass
+class Comparison:
+    """How a step compares answers. Its numbers are those of the complete step; the loop sets them before each step."""
+
+    objective: str
+    settings: Preference
+    sharing: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
+    """Return the sum of a tensor over the ranks that share rows. Its backward pass multiplies by their number."""
+    num_sharing: int = 1
+    """Number of ranks that share each row, and so compute the loss of each unit."""
+    units_per_target: float = 0.0
+    """Units per target token, for a loss that is a sum over tokens."""
+    units_per_good_target: float = 0.0
+    """Units per target token of a good answer."""
+    moved: float = 0.0
+    """The distance to the reference that KTO measures for the step, in log-probability."""
+    figures: torch.Tensor | None = None
+    """Sums of `preference.figures` on this rank since the last call of `pop_figures`."""
+
+    def loss(self, log_probs: torch.Tensor, labels: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the losses of the units of a micro-batch, [] in fp32: this rank's part of it.
+
+        log_probs: [N] of the tokens, 0 without a target. labels: [B, T]. `inputs` has `answers`, and `reference` if the
+        objective has one, as `rows.units.ComparedAnswers.mark` makes them.
+        """
+        numbers, is_target = inputs["answers"].flatten(), labels.flatten() != IGNORE_INDEX
+        size = 2 * -(-len(numbers) * self.num_sharing // 2)  # more than there can be answers of at least a token
+        reference = inputs.get("reference", torch.zeros_like(log_probs)).flatten()
+        columns = [log_probs, reference, is_target.to(log_probs.dtype)]
+        slots = torch.where(numbers < 0, size, numbers)  # the last slot is for tokens of no answer
+        sums = self.sharing(torch.stack([_sums(column, slots, size + 1)[:size] for column in columns]))
+        log_prob, reference, lengths = sums.view(3, -1, 2)
+        answers = Answers(log_prob, reference + self.moved * (lengths > 0), lengths)
+        figures = preference.figures(self.objective, answers, self.settings) / self.num_sharing
+        self.figures = figures if self.figures is None else self.figures + figures
+        total = preference.losses(self.objective, answers, self.settings).sum() / self.num_sharing
+        if weight := self.settings.sft_weight_of(self.objective):
+            is_good = (numbers >= 0) & (numbers % 2 == GOOD)
+            total = total - weight * self.units_per_good_target * (log_probs * is_good).sum()
+        return total
+
+    def pop_figures(self) -> torch.Tensor:
+        """Return and reset the sums of this rank's figures, [F]; zeros on a pipeline stage without a loss."""
+        figures, self.figures = self.figures, None
+        return torch.zeros(len(preference.FIGURES)) if figures is None else figures
+
+
+def _sums(values: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the sum of the values, [N], of each slot, [size], in the same order of additions each time."""
+    empty = values.new_zeros(size)
+    if values.device.type == "cpu":
+        return empty.index_add(0, slots, values)
+    return empty.index_put((slots,), values, accumulate=True)  # sorts, where index_add adds in any order
+
+
 def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None = None) -> None:
     """Make `model(input_ids, position_ids, labels)` return the sum of the target tokens' losses, a scalar in fp32.
 
     Labels are already shifted: labels[t] follows position t. Without position_ids each row is one document. Without
     labels the model is unchanged.
+
+    If `comparison` is set and the inputs have `answers`, it is the sum of the losses of the units instead.
 
     Without gradients the model returns a pair of [B, T] tensors. The first has each token's loss, 0 for tokens that are
     not targets. The second is True if the most likely token is the target.
@@ -66,7 +128,7 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     causal_lm.router_weight = resolve_router_weight(causal_lm, router_loss)
     causal_lm.router_sum, causal_lm.balanced = 0.0, None
     count_loads(causal_lm)
-    causal_lm.loss_path = LossPath()
+    causal_lm.loss_path, causal_lm.comparison = LossPath(), None
     decoder = decoder_of(causal_lm)
     forward = _forward_with_loss(causal_lm.forward, decoder, head, uses_flash)
     causal_lm.forward = types.MethodType(forward, causal_lm)
@@ -90,6 +152,8 @@ def _forward_with_loss(
     ) -> ModelOutput | torch.Tensor | PairOfTensors:
         if self.loss_path.own_positions:
             inputs.pop("position_ids", None)
+        judged = {name: cast(torch.Tensor, inputs.pop(name)) for name in JUDGED_INPUTS if name in inputs}
+        by_token = "answers" in judged and torch.is_grad_enabled()
         if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
@@ -102,28 +166,34 @@ def _forward_with_loss(
         options |= {"output_router_logits": True} if balances else {}
         if self.loss_path.own_logits and labels is not None:
             decoded = usual_forward(input_ids=input_ids, **options)
-            result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten())
+            result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten(), by_token)
         else:
             decoded = decoder(input_ids=input_ids, use_cache=False, **options)
             if head is None or labels is None:
                 return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
-            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets)
+            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets, by_token)
         if not torch.is_grad_enabled():
             losses, hits = result
             return losses.view(shape), hits.view(shape)
         loss = cast(torch.Tensor, result)
+        per_token = 1.0
+        if by_token:
+            loss = self.comparison.loss(loss, labels, judged)
+            per_token = self.comparison.units_per_target
         if balances and len(decoded.router_logits):
             num_chosen = self.config.get_text_config().num_experts_per_tok
             imbalance = load_balance_loss(decoded.router_logits, labels, num_chosen)
             self.router_sum = self.router_sum + imbalance.detach()
-            loss = loss + self.router_weight * imbalance
+            loss = loss + self.router_weight * per_token * imbalance
         return loss
 
     return forward
 
 
-def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | PairOfTensors:
-    """Return what `ChunkedLoss` returns, given all logits [N, V] and labels [N]."""
+def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, by_token: bool) -> torch.Tensor | PairOfTensors:
+    """Return what the head's forward returns, given all logits [N, V] and labels [N]."""
+    if by_token:
+        return -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     if torch.is_grad_enabled():
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
@@ -135,12 +205,18 @@ def _head_forward_with_loss(
 ) -> Callable[..., torch.Tensor | PairOfTensors]:
     """Return an output head's forward that returns the loss instead of logits if labels are given.
 
+    `by_token` makes it return each token's log-probability, [N], 0 for tokens that are not targets.
+
     The head is called once for all chunks, so ZeRO-3 and FSDP gather its weight once. An adapted head contains further
     modules. ZeRO-3 gathers them for each chunk unless stage3_max_reuse_distance keeps them.
     """
 
     def forward(
-        self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor | None = None, num_targets: int | None = None
+        self: nn.Module,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        num_targets: int | None = None,
+        by_token: bool = False,
     ) -> torch.Tensor | PairOfTensors:
         if labels is None:
             return chunked.usual_forward(hidden)
@@ -149,6 +225,9 @@ def _head_forward_with_loss(
         else:
             chosen = (labels != IGNORE_INDEX).nonzero_static(size=num_targets)[:, 0]
         targets = hidden.index_select(0, chosen), labels.index_select(0, chosen)
+        if by_token:
+            log_probs = chunked.log_probs(*targets)
+            return log_probs.new_zeros(len(labels)).index_copy(0, chosen, log_probs)
         if torch.is_grad_enabled():
             return chunked.total(*targets)
         losses, hits = chunked.by_token(*targets)

@@ -22,7 +22,8 @@ from gearbox.kernels import attention
 from gearbox.kernels.attention import DOCUMENTS
 from gearbox.model.loss import LossPath
 from gearbox.model.random_init import shrink_config
-from gearbox.rows.batches import IGNORE_INDEX, PackedRows, fullest_rows
+from gearbox.rows.batches import PackedRows, fullest_rows
+from gearbox.rows.units import IGNORE_INDEX
 from gearbox.sharding.unwrap import model_class, text_class, without_adapter
 
 if TYPE_CHECKING:

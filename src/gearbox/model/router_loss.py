@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from gearbox.errors import UserError
-from gearbox.rows.batches import IGNORE_INDEX
+from gearbox.rows.units import IGNORE_INDEX
 from gearbox.sharding.unwrap import without_adapter
 
 if TYPE_CHECKING:

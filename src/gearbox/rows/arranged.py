@@ -17,7 +17,7 @@ from gearbox import filesystem
 from gearbox.config.recipe import Recipe
 from gearbox.data import corpus
 from gearbox.data.corpus import Builder, MappedCorpus
-from gearbox.rows import batches, packing, splits
+from gearbox.rows import batches, packing, splits, units
 from gearbox.rows.batches import PackedRows, make_sampler
 from gearbox.rows.splits import DataFacts, Dropped, TrainingRows
 
@@ -53,9 +53,11 @@ def split_and_pack(
     facts = filesystem.read_json_object(folder / ABOUT)["facts"]
     facts["document_lengths"], facts["weights"] = tuple(facts["document_lengths"]), tuple(map(tuple, facts["weights"]))
     options = (recipe.batch.row_tokens, pad_token, is_packed)
-    training = PackedRows.open(folder / TRAINING, documents, *options)
+    training_units = units.as_units(recipe, documents)
     held_out_corpus = documents if evaluated is None else evaluated
-    held_out = PackedRows.open(folder / HELD_OUT, held_out_corpus, *options)
+    held_out_units = training_units if evaluated is None else units.as_units(recipe, evaluated)
+    training = PackedRows.open(folder / TRAINING, training_units, *options)
+    held_out = PackedRows.open(folder / HELD_OUT, held_out_units, *options)
     num_rows = splits.num_rows_of(recipe, len(training))
     return TrainingRows(
         training=training,
@@ -78,7 +80,8 @@ def _key(
         [recipe.batch.row_tokens, recipe.data.long, pad_token, is_packed],
         [[source.path, source.weight] for source in recipe.data.sources],
         None if is_packed else recipe.batch.rows,  # the padding depends on it
-        [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (packing, splits, batches)],
+        recipe.train.objective if recipe.compares else None,
+        [Path(str(module.__file__)).read_text(encoding="utf-8") for module in (packing, splits, batches, units)],
         Path(__file__).read_text(encoding="utf-8"),
     ]
     return hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()[:32]
@@ -100,24 +103,27 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _build(
-    folder: Path, recipe: Recipe, documents: MappedCorpus, evaluated: MappedCorpus | None, options: tuple[int, bool]
+    folder: Path, recipe: Recipe, read: MappedCorpus, evaluated: MappedCorpus | None, options: tuple[int, bool]
 ) -> None:
     """Divide the documents into chunks, hold some out, pack the rest, and write all that to the folder."""
     row_tokens, copies = recipe.batch.row_tokens, None
     dropped_of_evaluation: list[Dropped] = []
+    documents = held_out_corpus = units.as_units(recipe, read)
     if evaluated is not None:
-        held_out_chunks, copies, dropped_of_evaluation = splits.evaluation_chunks(recipe, evaluated)
+        held_out_corpus = units.as_units(recipe, evaluated)
+        held_out_chunks, copies, dropped_of_evaluation = splits.evaluation_chunks(recipe, held_out_corpus)
     divided = splits.divide(recipe, documents, copies)
     if evaluated is None:
         held_out_chunks = divided.held_out
     dropped = splits.summarize_dropped(divided.dropped)
-    num_read, num_held_out = len(documents) + documents.num_bad, len(np.unique(divided.held_out.document))
+    size = divided.training.unit_size
+    num_read, num_held_out = len(documents) // size + read.num_bad, len(np.unique(divided.held_out.document)) // size
     present = {*np.unique(documents.source_ids[divided.training.document]).tolist()}
     splits.check_every_source(recipe, present, num_read, num_held_out, dropped)
     weights = [(source.path, source.weight) for source in recipe.data.sources if source.weight is not None]
     group = documents.source_ids[divided.training.document] if weights else None
     training = PackedRows(documents, divided.training, row_tokens, *options, group)
-    held_out = PackedRows(documents if evaluated is None else evaluated, held_out_chunks, row_tokens, *options)
+    held_out = PackedRows(held_out_corpus, held_out_chunks, row_tokens, *options)
     lengths = documents.lengths[np.unique(divided.training.document)]
     facts = DataFacts(
         num_read=num_read,
@@ -142,7 +148,7 @@ def _build(
 
 def _padding(rows: PackedRows, rows_per_step: int) -> float | None:
     """Return the share of padding of rows of one document that are sorted by length. None for packed rows."""
-    if rows.packing:
+    if rows.packing or rows.unit_size > 1:
         return None
     lengths = np.sort(rows.num_tokens)
     last_of_step = np.arange(len(lengths)) // rows_per_step * rows_per_step + rows_per_step - 1

@@ -25,8 +25,8 @@ from gearbox.config.job import BatchPlan
 from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.rows.packing import Chunks, Documents, pack
+from gearbox.rows.units import GOOD, IGNORE_INDEX, NOT_COMPARED, ComparedAnswers
 
-IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips it
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 WINDOW_STEPS = 50  # unpacked rows are sorted by length within windows of this many steps
 NUM_ROUNDS = 6  # of a Feistel network
@@ -43,6 +43,9 @@ Batch = dict[str, torch.Tensor]
 class PackedRows:
     """Rows of packed chunks. Position ids restart with each chunk, which isolates chunks without an attention mask."""
 
+    answers: ComparedAnswers | None = None
+    """The answers in the chunks, set before training with an objective that compares them."""
+
     def __init__(
         self,
         corpus: Documents,
@@ -55,17 +58,18 @@ class PackedRows:
         """Pack the chunks. Chunks of different groups ([n]) never share a row, and rows are numbered group by group."""
         self.documents, self.chunks = corpus, chunks
         self.row_tokens, self.pad_token, self.packing = row_tokens, pad_token, packing
+        unit_size = chunks.unit_size
         groups = np.zeros(len(chunks), np.int64) if group is None else group
         members, starts = [], [0]
         self.group_sizes: list[int] = []
         for number in range(int(groups.max(initial=0)) + 1):
-            of_group = np.flatnonzero(groups == number)
+            of_group = np.flatnonzero(groups == number).reshape(-1, unit_size)
             if packing:
-                order, row_starts = pack(chunks.length[of_group], row_tokens)
+                order, row_starts = pack(chunks.length[of_group].sum(1), row_tokens)
             else:
                 order, row_starts = np.arange(len(of_group)), np.arange(len(of_group) + 1)
-            members.append(of_group[order])
-            starts += (row_starts[1:] + starts[-1]).tolist()
+            members.append(of_group[order].ravel())
+            starts += (row_starts[1:] * unit_size + starts[-1]).tolist()
             self.group_sizes.append(len(row_starts) - 1)
         self.members, self.starts = np.concatenate(members), np.array(starts)
         self.num_tokens = _sums(chunks.length[self.members], self.starts)
@@ -80,6 +84,7 @@ class PackedRows:
             np.save(folder / f"{name}.npy", array.astype(np.int32 if is_small else np.int64))
         facts = {
             "num_documents": self.num_documents,
+            "unit_size": self.chunks.unit_size,
             "key": self.key,
             "group_sizes": self.group_sizes,
             "fullest": self.fullest(NUM_FULLEST),
@@ -91,10 +96,10 @@ class PackedRows:
         """Return the rows in a folder, mapped into memory. What takes a pass over all of them was saved with them."""
         rows = cls.__new__(cls)
         loaded = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FILES]
-        rows.documents, rows.chunks = corpus, Chunks(*loaded[:4])
+        facts = filesystem.read_json_object(folder / FACTS)
+        rows.documents, rows.chunks = corpus, Chunks(*loaded[:4], facts.get("unit_size", 1))
         rows.row_tokens, rows.pad_token, rows.packing = row_tokens, pad_token, packing
         rows.members, rows.starts, rows.num_tokens, rows.targets = loaded[4:]
-        facts = filesystem.read_json_object(folder / FACTS)
         rows.group_sizes = facts["group_sizes"]
         vars(rows).update(num_documents=facts["num_documents"], key=facts["key"], _fullest=facts["fullest"])
         return rows
@@ -106,6 +111,16 @@ class PackedRows:
     def num_documents(self) -> int:
         """Number of documents with at least one chunk in a row."""
         return len(np.unique(self.chunks.document))
+
+    @property
+    def unit_size(self) -> int:
+        """Number of documents that are trained together."""
+        return self.chunks.unit_size
+
+    @property
+    def num_units(self) -> int:
+        """Number of documents or pairs of answers with at least one chunk in a row."""
+        return self.num_documents // self.unit_size
 
     @property
     def filled(self) -> float:
@@ -158,22 +173,23 @@ class PackedRows:
 
         The label at position t is the token to predict from there, or IGNORE_INDEX. The chunk_ids are indices of
         chunks, and -1 in the padding. The position_ids restart in the padding, as in a chunk. Without packing there
-        are no position_ids, and T is only as long as the longest row needs.
+        are no position_ids, each chunk has a line of its own, and T is only as long as the longest chunk needs.
         """
+        rows: list[list[int]] = [[] if row_id is None else self.row(row_id).tolist() for row_id in row_ids]
         width = self.row_tokens
         if not self.packing:
-            longest = max((int(self.num_tokens[i]) for i in row_ids if i is not None), default=1)
+            rows, longest = self._lines(rows, row_ids)
             width = min(width, -(-longest // WIDTH_STEP) * WIDTH_STEP)
-        shape = (len(row_ids), width)
+        shape = (len(rows), width)
         batch = {
             "input_ids": np.full(shape, self.pad_token),
             "labels": np.full(shape, IGNORE_INDEX),
             "chunk_ids": np.full(shape, -1),
         }
-        positions = np.tile(np.arange(width), (len(row_ids), 1))
-        for i, row_id in enumerate(row_ids):
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        for i, row in enumerate(rows):
             first = 0
-            for chunk in self.row(row_id) if row_id is not None else ():
+            for chunk in row:
                 tokens, loss_mask = self.chunk(chunk)
                 end = first + len(tokens)
                 batch["input_ids"][i, first:end] = tokens
@@ -185,6 +201,13 @@ class PackedRows:
         if self.packing:
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _lines(self, rows: list[list[int]], row_ids: Sequence[int | None]) -> tuple[list[list[int]], int]:
+        """Return a line for each chunk of rows that are not packed, and the tokens of the longest."""
+        if self.unit_size == 1:  # a shard knows the tokens of its rows without opening their documents
+            return rows, max((int(self.num_tokens[i]) for i in row_ids if i is not None), default=1)
+        lines = [line for row in rows for line in ([[chunk] for chunk in row] or [[]] * self.unit_size)]
+        return lines, max((int(self.chunks.length[chunk]) for line in lines for chunk in line), default=1)
 
 
 def _sums(values: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -203,6 +226,15 @@ class StepBatch:
     """Tokens of the complete step on all ranks, without padding."""
     row_ids: list[int]
     """Rows of the complete step, in order."""
+    num_units: int | None = None
+    """Units of the complete step on all ranks, if the objective compares answers, else None."""
+    num_good_targets: int = 0
+    """Targets of good answers, of the complete step on all ranks."""
+
+    @property
+    def num_losses(self) -> int:
+        """The number of losses whose mean is the loss of the step: one per target token, or one per unit."""
+        return max(1, self.num_targets if self.num_units is None else self.num_units)
 
 
 def micro_batches_of(row_ids: list[int], rank: int, plan: BatchPlan) -> list[list[int | None]]:
@@ -217,37 +249,22 @@ def micro_batches_of(row_ids: list[int], rank: int, plan: BatchPlan) -> list[lis
 
 def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, plan: BatchPlan) -> StepBatch:
     """Return a data-parallel rank's share of the given rows as micro-batches, with the counts of all given rows."""
+    micro_batches = [rows.batch(micro) for micro in micro_batches_of(row_ids, rank, plan)]
+    num_targets, num_units, num_good = int(rows.targets[row_ids].sum()), None, 0
+    if rows.answers is not None:
+        micro_batches = [rows.answers.mark(batch) for batch in micro_batches]
+        chunks = np.concatenate([rows.row(row_id) for row_id in row_ids])
+        num_units = len(chunks) // rows.unit_size
+        sides, targets = rows.answers.sides[chunks], rows.chunks.targets[chunks]
+        num_targets, num_good = int(targets[sides != NOT_COMPARED].sum()), int(targets[sides == GOOD].sum())
     return StepBatch(
-        micro_batches=[rows.batch(micro) for micro in micro_batches_of(row_ids, rank, plan)],
-        num_targets=int(rows.targets[row_ids].sum()),
+        micro_batches=micro_batches,
+        num_targets=num_targets,
         num_tokens=int(rows.num_tokens[row_ids].sum()),
         row_ids=row_ids,
+        num_units=num_units,
+        num_good_targets=num_good,
     )
-
-
-def passes_of(batch: Batch, max_tokens: int) -> list[Batch]:
-    """Return the chunks of a packed batch as batches of one row each, [1, n], for passes of few tokens.
-
-    Chunks are isolated, so the sum over the passes is the batch's. A pass has at most `max_tokens` tokens, unless a
-    single chunk is longer. Padding and chunks without targets are left out. There is at least one pass.
-    """
-    documents, is_target = batch["chunk_ids"].flatten(), batch["labels"].flatten() != IGNORE_INDEX
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (documents.diff() != 0).nonzero()[:, 0] + 1])
-    lengths = starts.diff(append=torch.tensor([len(documents)])).tolist()
-    spans: list[list[slice]] = []
-    num_tokens = 0  # of the last pass
-    for start, length in zip(starts.tolist(), lengths, strict=True):
-        inside = slice(start, start + length)
-        if documents[start] < 0 or not is_target[inside].any():
-            continue
-        if not spans or num_tokens + length > max_tokens:
-            spans.append([])
-            num_tokens = 0
-        spans[-1].append(inside)
-        num_tokens += length
-    spans = spans or [[slice(0, WIDTH_STEP)]]
-    flat = {name: tensor.flatten() for name, tensor in batch.items()}
-    return [{name: torch.cat([t[inside] for inside in span])[None] for name, t in flat.items()} for span in spans]
 
 
 def fullest_rows(rows: PackedRows, num_rows: int) -> list[int | None]:

@@ -54,6 +54,11 @@ class Corpus(Documents, Protocol):
         ...
 
     @property
+    def labels(self) -> NDArray[np.int8]:
+        """1 for a usual document or a good answer, 0 for a bad answer."""
+        ...
+
+    @property
     def origin_ids(self) -> NDArray[np.int32]:
         """Index into `origins`."""
         ...
@@ -98,13 +103,16 @@ class Chunks:
     length: NDArray[np.int64]
     targets: NDArray[np.int64]
     """Number of tokens to predict, without the chunk's first token, which nothing precedes."""
+    unit_size: int = 1
+    """Number of consecutive chunks that are trained together, in one row."""
 
     def __len__(self) -> int:
         return len(self.document)
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Chunks:
         """Return the chunks selected by a mask or a list of indices."""
-        return Chunks(self.document[chosen], self.start[chosen], self.length[chosen], self.targets[chosen])
+        arrays = (self.document, self.start, self.length, self.targets)
+        return Chunks(*(array[chosen] for array in arrays), self.unit_size)
 
     def ends(self, num_documents: int) -> NDArray[np.int64]:
         """Return the number of leading tokens that these chunks cover in each document, [num_documents]."""

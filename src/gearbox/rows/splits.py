@@ -21,6 +21,7 @@ from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
 from gearbox.redact import redacted, secrets
+from gearbox.rows import units
 from gearbox.rows.batches import PackedRows, Sampler
 from gearbox.rows.packing import Chunks, Corpus, chunk_documents
 
@@ -143,7 +144,7 @@ class Division:
     held_out: Chunks
     """Empty if eval.path gives the documents to evaluate on."""
     hashes: NDArray[np.uint64]
-    """Hash of each document that is trained or held out."""
+    """Hash of each document, or pair of answers, that is trained or held out."""
     dropped: list[Dropped]
     num_truncated: int
     num_split: int
@@ -153,27 +154,39 @@ def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) ->
     """Divide the documents into chunks, and hold some out: a share, or none but the `copies` of eval.path."""
     row_tokens = recipe.batch.row_tokens
     policies = _policies(corpus, recipe.data)
-    chunks = chunk_documents(corpus, row_tokens, policies)
-    dropped = _unused_documents(corpus, chunks)
-    chunks = chunks.where(chunks.targets > 0)
-    hashes = _hashes(corpus, chunks)
+    chunks, hashes, dropped = _chunked(recipe, corpus)
     is_used = np.zeros(len(corpus), bool)
     is_used[chunks.document] = True
     is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64) if copies is None else np.isin(hashes, copies)
     held_out = chunks.where(is_held_out[chunks.document])
     if copies is not None:
-        dropped += [Dropped(corpus.location(i), "also in eval.path") for i in np.unique(held_out.document).tolist()]
+        copied = np.unique(held_out.document)[:: chunks.unit_size].tolist()
+        dropped += [Dropped(corpus.location(document), "also in eval.path") for document in copied]
         held_out = held_out.where(np.zeros(len(held_out), bool))
-    is_long = is_used & (corpus.lengths > row_tokens)
+    is_long = is_used & (corpus.lengths > (row_tokens if chunks.unit_size == 1 else chunks.ends(len(corpus))))
     is_split = np.array([policy == "split" for policy in policies])[corpus.origin_ids]
     return Division(
         training=chunks.where(~is_held_out[chunks.document]),
         held_out=held_out,
-        hashes=hashes[is_used],
+        hashes=hashes[is_used][:: chunks.unit_size],
         dropped=dropped,
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),
     )
+
+
+def _chunked(recipe: Recipe, corpus: Corpus) -> tuple[Chunks, NDArray[np.uint64], list[Dropped]]:
+    """Return the chunks with targets, the hash of each document that decides its use, and the dropped records."""
+    row_tokens, policies = recipe.batch.row_tokens, _policies(corpus, recipe.data)
+    if not recipe.compares:
+        chunks = chunk_documents(corpus, row_tokens, policies)
+        dropped = _unused_documents(corpus, chunks)
+        chunks = chunks.where(chunks.targets > 0)
+        return chunks, _hashes(corpus, chunks), dropped
+    chunks = units.chunk_pairs(corpus, row_tokens, policies)
+    hashes = _hashes(corpus, chunks)
+    used = chunks.where(units.usable_pairs(chunks, corpus, hashes))
+    return used, units.hashes_of_records(corpus, hashes), _unused_pairs(corpus, chunks, used)
 
 
 def pad_token_of(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -206,13 +219,11 @@ def evaluation_chunks(recipe: Recipe, evaluated: Corpus) -> tuple[Chunks, NDArra
 
     Raise UserError if no chunk is left.
     """
-    chunks = chunk_documents(evaluated, recipe.batch.row_tokens, _policies(evaluated, recipe.data))
-    dropped = _unused_documents(evaluated, chunks)
-    chunks = chunks.where(chunks.targets > 0)
+    chunks, hashes, dropped = _chunked(recipe, evaluated)
     if not len(chunks):
         paths = ", ".join(repr(source.path) for source in listed(recipe.eval.path or []))
         raise UserError(f"eval.path: {paths} leaves nothing to evaluate on: {summarize_dropped(dropped)}")
-    return chunks, _hashes(evaluated, chunks)[chunks.document], dropped
+    return chunks, hashes[chunks.document], dropped
 
 
 def check_every_source(recipe: Recipe, present: set[int], num_read: int, num_held_out: int, dropped: str) -> None:
@@ -273,6 +284,22 @@ def _unused_documents(corpus: Corpus, chunks: Chunks) -> list[Dropped]:
     return dropped
 
 
+def _unused_pairs(corpus: Corpus, chunks: Chunks, used: Chunks) -> list[Dropped]:
+    """Return the records that could not be used, and the units that are not among the used ones of all chunks."""
+    dropped = [Dropped(corpus.origins[entry.origin].location(entry.number), entry.reason) for entry in corpus.bad]
+    is_used, has_chunk = (np.isin(np.arange(0, len(corpus), 2), of.document) for of in (used, chunks))
+    has_targets = np.zeros(len(corpus), bool)
+    has_targets[chunks.document[chunks.targets > 0]] = True
+    for unit in np.flatnonzero(~is_used).tolist():
+        reason = "no supervised token before the cut"
+        if not has_chunk[unit]:
+            reason = "longer than a row, with the answer that it is compared with"
+        elif has_targets[2 * unit : 2 * unit + 2].all():
+            reason = "the answers are equal before the cut"
+        dropped.append(Dropped(corpus.location(2 * unit), reason))
+    return dropped
+
+
 def _hashes(corpus: Corpus, chunks: Chunks) -> NDArray[np.uint64]:
     """Return the hash of each document's tokens up to its truncation; later tokens make no difference."""
     hashes: NDArray[np.uint64] = corpus.hashes.copy()
@@ -287,9 +314,10 @@ def find_samples(rows: PackedRows, questions: list[Question], num_samples: int) 
     samples: list[Sample] = []
     corpus, chunks = rows.documents, rows.chunks
     for kept in questions:
-        first = int(np.searchsorted(chunks.document, kept.document))
-        is_there = first < len(chunks) and chunks.document[first] == kept.document and chunks.start[first] == 0
+        document = units.place_of(corpus, kept.document)
+        first = int(np.searchsorted(chunks.document, document))
+        is_there = first < len(chunks) and chunks.document[first] == document and chunks.start[first] == 0
         if len(samples) < num_samples and is_there:
-            prompt = int(np.argmax(corpus.loss_mask(kept.document)[: chunks.length[first]]))
-            samples.append(Sample(kept.question, corpus.tokens(kept.document)[:prompt].tolist(), kept.answer))
+            prompt = int(np.argmax(corpus.loss_mask(document)[: chunks.length[first]]))
+            samples.append(Sample(kept.question, corpus.tokens(document)[:prompt].tolist(), kept.answer))
     return [sample for sample in samples if sample.prompt]

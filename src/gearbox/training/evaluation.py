@@ -19,8 +19,10 @@ from gearbox.generation import batched
 from gearbox.generation.metric import Answered, Metric
 from gearbox.metrics.answers_file import Line
 from gearbox.model import export
-from gearbox.rows.batches import IGNORE_INDEX, PackedRows, make_step_batch
+from gearbox.rows.batches import PackedRows, make_step_batch
 from gearbox.rows.splits import Sample, TrainingRows
+from gearbox.rows.units import IGNORE_INDEX
+from gearbox.training import comparing
 
 HELD_OUT_LOSS = "held-out loss"
 SHORT_TARGETS = 32  # a document with more is practically never predicted without any mistake
@@ -37,6 +39,8 @@ class Evaluation:
 
     By induction this equals the exact match of greedy decoding, without generating.
     """
+    figures: dict[str, float] | None = None
+    """What is measured of answers that are compared; the loss is then the mean over units."""
 
 
 def is_due(recipe: Eval, state: TrainState, num_steps: int) -> bool:
@@ -71,6 +75,9 @@ def evaluate(engine: Engine, rows: PackedRows, keep_going: Callable[[], bool]) -
 
     All ranks call `keep_going` together before each group of rows. Return None if it returns False.
     """
+    if rows.answers is not None:
+        found = comparing.evaluate(engine, rows, keep_going)
+        return None if found is None else Evaluation(found[0], None, found[1])
     portion, model = engine.job.recipe.batch.rows, engine.model
     shard, num_shards = engine.eval_shard
     model.eval()

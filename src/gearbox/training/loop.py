@@ -17,10 +17,10 @@ from gearbox.metrics.clock import Phases, StepClock
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import imbalance, pop_loads, pop_router_loss, router_weight
 from gearbox.planning.layer_memory import pass_tokens
-from gearbox.rows import batches
+from gearbox.rows import units
 from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
-from gearbox.training import evaluation
+from gearbox.training import comparing, evaluation
 from gearbox.training.evaluation import Questions
 from gearbox.training.outputs import Outputs
 from gearbox.training.rows_ahead import RowsAhead
@@ -49,6 +49,7 @@ def fit(engine: Engine, rows: TrainingRows, questions: Questions, outputs: Outpu
         engine.seed_step(state.step)
         rate = learning_rate(state.step, rows.num_steps, recipe.optim, recipe.schedule)
         engine.set_learning_rate(rate)
+        comparing.begin_step(engine, rows.training, batch)
         result = train_step(engine, batch, recipe.optim.max_grad_norm, enter)
         enter("end", "")
         is_spike = state.advance(batch, result)
@@ -70,8 +71,9 @@ def phases_of(step: int, watchdog: Watchdog, clock: StepClock) -> Phases:
 def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Phases) -> StepResult:
     """Take one optimizer step on this rank's micro-batches. Return loss and gradient norm of the global step.
 
-    The loss is the sum over the target tokens of all ranks, divided by their number. If loss or gradient is not finite
-    on one rank, the norm is not finite on any rank, and no rank takes the step.
+    The loss is the sum over the target tokens of all ranks, divided by their number, or that over units of answers that
+    are compared. If loss or gradient is not finite on one rank, the norm is not finite on any rank, and no rank takes
+    the step.
     """
     if engine.pipeline is not None:
         return train_pipeline_step(engine, engine.pipeline, batch, max_grad_norm, enter)
@@ -81,7 +83,7 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Ph
             for one_pass, is_last in marked_passes(engine, micro_batch):
                 enter(f"micro-batch {number}", "forward")
                 with engine.forward_inputs(one_pass, is_last) as inputs:
-                    loss = engine.model(**inputs) / max(1, batch.num_targets)  # the model sums its targets' losses
+                    loss = engine.model(**inputs) / batch.num_losses  # the model sums them
                     step_loss += loss.detach()
                     if is_last and engine.is_last_micro_batch:
                         enter("loss of all ranks", "communication")
@@ -93,10 +95,23 @@ def train_step(engine: Engine, batch: StepBatch, max_grad_norm: float, enter: Ph
                 enter("gradient norm", "optimizer")
                 # All numbers are read here, so that the host waits once and queues the next step behind the optimizer.
                 grad_norm = engine.clip_gradients(max_grad_norm)
-                router_loss, loads = mean_router_loss(engine, batch.num_targets), loads_of_experts(engine)
-                result = StepResult(float(step_loss), grad_norm, router_loss, *loads)
+                result = result_of(engine, batch, float(step_loss), grad_norm)
                 engine.step_and_zero(skip=not math.isfinite(grad_norm))
     return result
+
+
+def result_of(engine: Engine, batch: StepBatch, loss: float, grad_norm: float) -> StepResult:
+    """Return the result of a step, with what its passes have counted on all ranks."""
+    pipeline = engine.pipeline
+    loads = loads_of_experts(engine) if pipeline is None else (None, None)
+    return StepResult(
+        loss,
+        grad_norm,
+        mean_router_loss(engine, batch.num_targets),
+        *loads,
+        idle=None if pipeline is None else pipeline.idle,
+        figures=comparing.figures_of_step(engine),
+    )
 
 
 def marked_passes(engine: Engine, micro_batch: Batch) -> list[tuple[Batch, bool]]:
@@ -114,7 +129,7 @@ def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
     limit = pass_tokens(recipe, process_group.runs_on_cpu())
     if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
         return [micro_batch]
-    return batches.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
+    return units.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
 
 
 def train_pipeline_step(
@@ -123,12 +138,12 @@ def train_pipeline_step(
     """Take the same step under pipeline parallelism: the pipeline takes all micro-batches at once."""
     enter("pipeline", "")
     micro_batches = [engine.to_device(micro_batch) for micro_batch in batch.micro_batches]
-    loss = pipeline.step(micro_batches, 1 / max(1, batch.num_targets))
+    loss = pipeline.step(micro_batches, 1 / batch.num_losses)
     for part, seconds in pipeline.seconds_of_parts().items():
         enter.clock.add(part, seconds)
     enter("gradient norm", "optimizer")
     grad_norm = engine.clip_gradients(max_grad_norm) if math.isfinite(loss) else math.nan
-    result = StepResult(loss, grad_norm, mean_router_loss(engine, batch.num_targets), idle=pipeline.idle)
+    result = result_of(engine, batch, loss, grad_norm)
     engine.step_and_zero(skip=not math.isfinite(grad_norm))
     return result
 
@@ -175,7 +190,7 @@ def evaluate_if_due(
     outputs.metrics.skip_time()
     if result is not None:
         state.eval_loss = result.loss
-        outputs.metrics.evaluation(result.loss, result.exact_match, score)
+        outputs.metrics.evaluation(result.loss, result.exact_match, score, result.figures)
         state.judge(-result.loss if score is None else score)
     outputs.report.request()
 

@@ -29,6 +29,7 @@ from gearbox.errors import UserError
 from gearbox.kernels.install import installed_kernels
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
+from gearbox.model.loss import Comparison
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
@@ -70,11 +71,15 @@ class TrainingData:
         return {summary.form for summary in self.corpus.summaries} == {"text"}
 
     @property
+    def digest(self) -> str:
+        """An identifier of the tokens, independent of the source files and of their rows."""
+        return " ".join(one.digest for one in (self.corpus, self.evaluated) if one is not None)
+
+    @property
     def key(self) -> str:
         """An identifier of the tokens and their rows, independent of the source files."""
-        digests = [one.digest for one in (self.corpus, self.evaluated) if one is not None]
         return " ".join(
-            [*digests, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
+            [self.digest, *(run_folder.rows_key("", rows) for rows in (self.rows.training, self.rows.held_out))]
         )
 
     @property
@@ -169,6 +174,13 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
+    if recipe.compares:
+        without_adapter(loaded).comparison = Comparison(
+            recipe.train.objective,
+            recipe.preference,
+            sequence_parallel.sum_over_sharing(gear, accelerator),
+            gear.degree("sp") * gear.degree("cp"),
+        )
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions, fit)
 
