@@ -64,11 +64,12 @@ class TeacherFacts:
     @classmethod
     def _of(cls, content: dict[str, object]) -> Self | None:
         """Return the facts in the content of about.json, or None if it is not what `write` writes."""
-        files, texts = content.get("files"), [content.get(name) for name in ("teacher", "vocabulary")]
+        files, teacher, vocabulary = (content.get(name) for name in ("files", "teacher", "vocabulary"))
         numbers = [content.get(name) for name in ("top", "num_chunks", "num_targets")]
-        if not isinstance(files, dict) or not all(isinstance(text, str) for text in texts):
+        counts = [number for number in numbers if isinstance(number, int) and number > 0]
+        if not (isinstance(files, dict) and isinstance(teacher, str) and isinstance(vocabulary, str)):
             return None
-        if not all(isinstance(number, int) and number > 0 for number in numbers):
+        if len(counts) < len(numbers):
             return None
         listed: dict[str, File] = {}
         for name, facts in files.items():
@@ -78,7 +79,8 @@ class TeacherFacts:
             if not isinstance(size, int) or not isinstance(digest, str):
                 return None
             listed[name] = File(size, digest)
-        return cls(*map(str, texts), *(number for number in numbers if isinstance(number, int)), listed)
+        top, num_chunks, num_targets = counts
+        return cls(teacher, vocabulary, top, num_chunks, num_targets, listed)
 
     def write(self, folder: Path) -> None:
         """Write about.json, when all other files are on disk."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 IDS, LOG_PROBS, CHUNKS = "ids", "log_probs", "chunks"  # files of a part
-INPUTS = ("teacher_ids", "teacher_log_probs")  # of the model
+INPUTS = ("teacher_ids", "teacher_log_probs")  # of the model (model/loss.py)
 MAX_SHOWN = 3  # chunks without probabilities, in a message
 
 
@@ -96,7 +96,7 @@ class _ArrayFile:
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
         self.path, self._file, self._digest, self._dtype = path, path.open("xb"), xxhash.xxh3_128(), dtype
         header: dict[str, object] = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_2_0(_Both(self._file, self._digest), header)  # type: ignore[arg-type]
+        np.lib.format.write_array_header_2_0(_Both(self._file, self._digest), header)
 
     def append(self, array: NDArray[np.generic]) -> None:
         content = np.ascontiguousarray(array, self._dtype).tobytes()
@@ -139,7 +139,7 @@ class Teacher:
     def __init__(self, folder: Path, facts: TeacherFacts, rows: PackedRows) -> None:
         """Find each chunk of the rows. Raise UserError if some are not in the folder."""
         self.folder, self.facts = folder, facts
-        self._parts: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        self._parts: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
         tables = []
         for name in sorted(facts.files):
             if name.startswith(f"{CHUNKS}-"):
@@ -186,14 +186,14 @@ class Teacher:
         return xxhash.xxh3_128_hexdigest(json.dumps(sorted(self.facts.files.items())).encode())
 
     def mark(self, batch: Batch) -> Batch:
-        """Return a batch with `teacher_ids`, [B, T, k] int32, and `teacher_log_probs`, [B, T, k + 1] fp32.
+        """Return a batch with `teacher_ids`, [B, T, k], and the bits of `teacher_log_probs`, [B, T, k + 1].
 
-        They are 0 where there is no target.
+        Both are int32, because FSDP rounds inputs in fp32 to bf16. They are 0 where there is no target.
         """
         shape, top = tuple(batch["labels"].shape), self.facts.top
-        ids, log_probs = np.zeros((*shape, top), np.int32), np.zeros((*shape, top + 1), np.float32)
+        ids, log_probs = np.zeros((*shape, top), np.int32), np.zeros((*shape, top + 1), np.int32)
         for chunk, row, at in chunks_in(batch):
             part, first = self._places[chunk].tolist()
             of_part = slice(first, first + len(at))
-            ids[row, at], log_probs[row, at] = (array[of_part] for array in self._parts[part])
+            ids[row, at], log_probs[row, at] = (array[of_part].view(np.int32) for array in self._parts[part])
         return batch | dict(zip(INPUTS, map(torch.from_numpy, (ids, log_probs)), strict=True))
