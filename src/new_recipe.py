@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
         from gearbox.reporting import model_facts
 
     transformers.logging.set_verbosity_error()  # the checks report what matters
-    facts = model_facts.read(model, data)
+    facts = model_facts.read(model, data, like.forms)
     methods = new_recipe.methods_from(like.method) if named else METHODS
     choice = new_recipe.choose(facts, like, gpus, options.method, methods)
     like_path = named or new_recipe.nearest_recipe(choice.method, choice.gear)

@@ -48,6 +48,11 @@ def main(arguments: list[str]) -> None:
     part, num_parts = options.part or environment.part_of_slurm_array() or (0, 1)
     hints: list[str] = []
     recipe = load_recipe(recipe_path, overrides, hints.append)
+    if recipe.train.objective != "sft":
+        raise UserError(
+            f"train.objective: {recipe.train.objective} reads files, and no prepared shards; train with these files as "
+            "data.path"
+        )
 
     from gearbox.console import make_console
     from gearbox.model import loading

@@ -3,8 +3,9 @@
 Usage: python src/preview.py [RECIPE] [--rows N] [--json] [key.sub=value ...]
 
     RECIPE         a recipe file (default: recipes/tiny.yaml)
-    --rows N       number of documents to show (default: 5)
-    --json         print each document in file order, before packing, as JSON with input_ids and supervised (0 or 1)
+    --rows N       number of documents to show, or of pairs (default: 5)
+    --json         print each document in file order, before packing, as JSON with input_ids and supervised (0 or 1);
+                   answers that are compared also have label: 1 for chosen or good, 0 for rejected or bad
     key.sub=value  a key of the recipe to change, such as data.path=chats.jsonl; docs/recipe.md lists all keys
 
 Exit codes: 0 shown; 2 a user error.
@@ -54,13 +55,13 @@ def main(arguments: list[str]) -> None:
         if isinstance(documents, PreparedCorpus):
             raise UserError(f"--json: lists the records of files, but {recipe.data.path} has prepared shards")
         try:
-            for line in preview.lines(documents, rows):
+            for line in preview.lines(documents, rows, recipe):
                 print(json.dumps(line))
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, such as head, has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    preview.show(screen, preview.first_documents(rows.training, tokenizer, options.rows))
+    preview.show(screen, preview.first_documents(rows.training, tokenizer, options.rows, recipe))
     plan.show_lines(screen, plan.data_facts(recipe, documents, rows, tokenizer))
 
 

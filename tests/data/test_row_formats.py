@@ -57,8 +57,8 @@ def test_pairs_of_answers_are_named_and_the_good_ones_can_be_trained(tokenizer, 
     with pytest.raises(UserError) as caught:
         read(tokenizer, path)
     assert str(caught.value) == (
-        f"{path}:1: has pairs of answers (chosen, rejected); this version does not train preferences; to train on good "
-        f"answers, set data.fields='{given}'"
+        f"{path}:1: has pairs of answers (chosen, rejected); set train.objective=dpo to train on pairs, or "
+        f"data.fields='{given}' to train on good answers"
     )
     assert texts(tokenizer, read(tokenizer, path, f"data.fields={given}")) == [
         "<|user|>b<|end|><|assistant|>bye<|end|>"
@@ -68,14 +68,15 @@ def test_pairs_of_answers_are_named_and_the_good_ones_can_be_trained(tokenizer, 
 @pytest.mark.parametrize(
     ("record", "form", "what"),
     [
-        ({"prompt": "b", "completion": "bye", "label": False}, "auto", "answers with a label (true, false)"),
+        ({"prompt": "b", "completion": "bye", "label": False}, "auto", "answers with a label (true, false); set train"),
+        ({"messages": BYE, "label": True}, "auto", "answers with a label (true, false); set train.objective=kto"),
         ({"conversations": BYE[:1], "chosen": BYE[1], "rejected": BYE[1]}, "auto", "pairs of answers"),
         ({"prompt": "b", "chosen": "bye", "rejected": "no"}, "prompt", "pairs of answers"),
         ({"prompt": "b", "chosen": "bye", "rejected": "no"}, "messages", "pairs of answers"),
     ],
 )
-def test_other_preferences_are_not_trained_either(tokenizer, tmp_path, record, form, what):
-    with pytest.raises(UserError, match=f":1: has {re.escape(what)}.*does not train preferences"):
+def test_a_judgement_is_never_lost_under_sft(tokenizer, tmp_path, record, form, what):
+    with pytest.raises(UserError, match=f":1: has {re.escape(what)}"):
         read(tokenizer, jsonl(tmp_path / "a.jsonl", [record]), f"data.form={form}")
 
 

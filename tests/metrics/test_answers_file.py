@@ -30,6 +30,17 @@ def test_a_resumed_run_drops_later_answers_and_damaged_lines(tmp_path):
     assert resumed.compared(4) == [{"question": "q", "before": "a", "after": "b"}]
 
 
+def test_the_rejected_answer_of_a_pair_is_kept(tmp_path):
+    pair = line(0) | {"expected": "good", "rejected": "bad"}
+    AnswersFile(tmp_path, make_console(speaks=True), -1).add([pair, line(0, "own question")])
+    resumed = AnswersFile(tmp_path, make_console(speaks=True), 0)
+    resumed.add([pair | {"step": 2, "answer": "b"}, line(2, "own question")])
+    assert [one.get("rejected") for one in read(tmp_path)] == ["bad", None, "bad", None]
+    first, second = resumed.compared(2)
+    assert first == {"question": "q", "before": "a", "after": "b", "expected": "good", "rejected": "bad"}
+    assert "rejected" not in second
+
+
 def test_answers_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch, capsys):
     answers = AnswersFile(tmp_path, make_console(speaks=True), -1)
     with monkeypatch.context() as full:

@@ -67,6 +67,14 @@ def test_a_terminal_has_one_line_that_fits(width, monkeypatch):
     assert len(kept) >= expected[width], shown[3]
 
 
+@pytest.mark.parametrize(("width", "shown"), [(45, []), (60, ["accuracy"]), (90, ["accuracy", "margin"])])
+def test_compared_answers_are_shown_where_there_is_room(width, shown):
+    found = take(progress_on(width, live=True), 1, accuracy=0.8125, margin=-0.00123)
+    assert [name for name in ("accuracy", "margin") if name in found] == shown, found
+    assert "accuracy 81%" in found or not shown
+    assert "margin -0.00123" in found or shown != ["accuracy", "margin"]
+
+
 def test_fields_do_not_move_when_a_number_gets_shorter(monkeypatch):
     monkeypatch.setattr("gearbox.metrics.progress.REDRAW_SECONDS", 0.0)
     progress = progress_on(200, live=True)

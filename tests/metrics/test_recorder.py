@@ -1,15 +1,28 @@
 """Test what metrics.jsonl records, also when the disk is full."""
 
 import errno
+import io
 import itertools
+import json
+import math
 import os
 import resource
 from dataclasses import replace
 
 import pytest
+import torch
+from accelerate import PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gearbox import filesystem
-from gearbox.metrics.recorder import Devices
+from gearbox.checkpoint.train_state import StepResult, TrainState
+from gearbox.console import Screen
+from gearbox.metrics.clock import StepClock
+from gearbox.metrics.progress import Progress
+from gearbox.metrics.recorder import Devices, Metrics
+from gearbox.metrics.tracker_start import Description
+from gearbox.metrics.trackers import Trackers
+from gearbox.rows.batches import StepBatch
 from support.faults import STEPS
 
 
@@ -81,3 +94,36 @@ def test_utilization_counts_all_devices_and_is_absent_without_a_known_peak():
     assert known.mfu(2000.0) == 0.5
     assert replace(known, peak_flops=None).mfu(2000.0) is None
     assert replace(known, flops_per_token=None).mfu(2000.0) is None
+
+
+FIGURES = {"margin": 0.934, "accuracy": 0.8125, "reward_chosen": 0.25, "reward_rejected": -0.684, "kl": 0.01}
+
+
+def test_figures_of_compared_answers_reach_the_lines_the_screen_and_tensorboard(tmp_path):
+    """A loss over pairs has no perplexity. A figure that is not finite is null, and not printed."""
+    PartialState(cpu=True)
+    screen = Screen(file=io.StringIO(), width=200)
+    progress = Progress(screen, TrainState(), 3, 1)
+    batch, result = StepBatch([], 8, 16, [0]), StepResult(0.5, 1.0, figures=FIGURES)
+    with Metrics(tmp_path, progress, StepClock(torch.device("cpu"))) as metrics:
+        metrics.trackers = Trackers(["tensorboard"], Description(tmp_path), print)
+        metrics.trackers.open(0)
+        metrics.state.step = 1
+        metrics.step(batch, result, 1e-3, is_spike=False)
+        metrics.evaluation(0.5123, figures=FIGURES)
+        metrics.state.step = 2
+        metrics.step(batch, replace(result, figures=FIGURES | {"margin": math.nan}), 1e-3, is_spike=False)
+        metrics.evaluation(0.25, exact_match=0.5)
+    PartialState._reset_state()
+    first, held_out, second, usual = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert first.items() >= FIGURES.items() and second["margin"] is None
+    of_pairs = {f"eval_{name}": number for name, number in FIGURES.items()}
+    assert held_out == {"step": 1, "eval_loss": 0.5123, **of_pairs}
+    assert usual.keys() == {"step", "eval_loss", "eval_perplexity", "eval_exact_match"}
+    lines = screen.file.getvalue().splitlines()
+    assert "  accuracy 81%  margin 0.934  " in lines[0] and "accuracy 81%" in lines[2] and "margin" not in lines[2]
+    assert lines[1].endswith("step 1/3  held-out loss 0.5123  accuracy 81.2%  margin 0.934")
+    assert lines[3].endswith("held-out loss 0.2500  perplexity 1.284  exact match 50.0%")
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
+    for name, number in (FIGURES | of_pairs).items():
+        assert (events.Scalars(name)[0].step, events.Scalars(name)[0].value) == (1, pytest.approx(number)), name

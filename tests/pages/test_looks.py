@@ -4,7 +4,7 @@ import pytest
 
 from gearbox.pages import overlay, run_comparison, run_data, run_report
 from support import browser
-from support.run_folders import HOSTILE, hostile_facts, make_run
+from support.run_folders import HOSTILE, hostile_facts, make_pair_run, make_run
 
 pytestmark = pytest.mark.root
 WIDTHS = (1280, 390)
@@ -25,6 +25,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     runs = [make_run(folder / name, 300, seed=seed) for seed, name in enumerate(("first", "second"))]
     runs.append(make_run(folder / "hostile", 40, hostile_facts()))
+    runs.append(make_pair_run(folder / "pairs"))
     for run in runs:
         run_report.write(run)
     overlay.write(folder / "compare.html", [run_data.read(run) for run in runs])
@@ -38,11 +39,11 @@ def pages(tmp_path_factory):
     run_comparison.write(folder / "parity.html", "recipes/tiny.yaml, 8 steps", compared, tolerances)
     return {
         "report": runs[0] / "report.html", "hostile": runs[2] / "report.html", "compare": folder / "compare.html",
-        "parity": folder / "parity.html",
+        "pairs": runs[3] / "report.html", "parity": folder / "parity.html",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["report", "hostile", "compare", "parity"])
+@pytest.mark.parametrize("name", ["report", "hostile", "pairs", "compare", "parity"])
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_texts_fit_and_can_be_read(page, pages, name, width, dark):

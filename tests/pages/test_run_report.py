@@ -18,7 +18,7 @@ from gearbox.errors import UserError
 from gearbox.launch import report_process
 from gearbox.pages import charts, overlay, page, run_data, run_facts, run_report
 from support.repository import HEAVY
-from support.run_folders import FACTS, HOSTILE, STATUS, hostile_facts, make_run, text_of, write_lines
+from support.run_folders import FACTS, HOSTILE, STATUS, hostile_facts, make_pair_run, make_run, text_of, write_lines
 
 
 def test_the_report_of_a_run(train):
@@ -71,6 +71,35 @@ def test_every_part_is_shown(tmp_path):
                   "step 640 could not be saved",
                   "trained 2 min 20 s", FACTS["command"], "python src/chat.py", "python src/export.py"):  # fmt: skip
         assert shown in words, shown
+
+
+def test_a_run_that_compares_answers(tmp_path):
+    run = make_pair_run(tmp_path / "pairs")
+    run_report.write(run)
+    words = text_of(run / "report.html")
+    for shown in ("recipes/tiny, full fine-tuning, dpo", "objective dpo: beta 0.1", "Loss per pair",
+                  "held-out accuracy", "held-out margin", "Reward accuracy", "Reward margin", "Rewards by step",
+                  "chosen, held out", "rejected, held out", "KL divergence, estimated",
+                  "question add 2 3 chosen 5 rejected 6 step 0 ???? step 300 5 The last answer is the chosen one.",
+                  "The last answer is the rejected one.", "The last answer differs from both.",
+                  "pairs.jsonl:3 chosen <|user|>add 2 3<|end|><|assistant|> 5<|end|> rejected <|user|>add",
+                  ):  # fmt: skip
+        assert shown in words, shown
+    assert "perplexity" not in words and words.count("pairs.jsonl:3") == 1
+    usual = make_run(tmp_path / "usual", 20)
+    run_report.write(usual)
+    assert not any(word in text_of(usual / "report.html") for word in ("Reward", "margin", "accuracy", "KL", "chosen"))
+    overlay.write(tmp_path / "both.html", [run_data.read(one) for one in (run, usual)])
+    words = text_of(tmp_path / "both.html")
+    assert "Held-out reward accuracy" in words and "nats per token or per pair" in words
+    rows = re.findall(r"<tr><td>(?:pairs|usual)</td>.*?</tr>", (tmp_path / "both.html").read_text())
+    cells = [[re.sub("<[^>]*>", " ", cell).split() for cell in row.split("<td>")] for row in rows]
+    losses_and_perplexities = [row[2:4] for row in cells]
+    assert losses_and_perplexities == [[["0.254"], ["-"]], [["6.03"], ["416"]]], "losses of two kinds have no best"
+    (run / "resolved.yaml").write_text("train:\n  objective: kto\n")
+    run_report.write(run)
+    words = text_of(run / "report.html")
+    assert "Loss per answer" in words and "good, held out" in words and "bad, held out" in words
 
 
 def test_the_page_loads_nothing_and_lets_only_its_script_run(tmp_path):

@@ -4,13 +4,20 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import preview as script
 from gearbox import ROOT
+from gearbox.config.loader import load_recipe
+from gearbox.data.sources import Origin
+from gearbox.data.tokenization import UnusableRecord
 from gearbox.reporting import plan, preview
+from gearbox.rows.splits import Dropped
 from support.corpora import arranged, jsonl, recipe_of
 from support.documents import Made
 
@@ -114,12 +121,77 @@ def test_colours_in_a_terminal_and_marks_elsewhere(tokenizer):
     made = Made([words], [[0, 0, 1, 1, 1, 1, 0]])
     made.location = lambda document: "x:1"
     documents = preview.first_documents(made.rows(16), tokenizer, 5)
-    assert documents == [("x:1", [("ab", False), ("€c", True), ("d", False)])]
+    assert documents == [("x:1", [("ab", False), ("€c", True), ("d", False)], "")]
     for terminal, expected in ((True, "\x1b[2mab\x1b[0m\x1b[1;32m€c\x1b[0m\x1b[2md\x1b[0m"), (False, "ab«€c»d")):
         screen = Console(force_terminal=terminal, color_system="standard" if terminal else None, width=80)
         with screen.capture() as captured:
             preview.show(screen, documents)
         assert captured.get().splitlines()[1] == expected
+
+
+def records_of(tokenizer, texts: list[str], labels: list[int], per_record: int) -> Made:
+    """Return documents that end in one supervised token, some of which are of the same record."""
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    made = Made(ids, [[0] * (len(one) - 1) + [1] for one in ids])
+    made.labels, made.bad, made.hashes = np.array(labels, np.int8), [], None
+    made.record_numbers = np.arange(len(texts)) // per_record
+    made.origins = [Origin("pairs.jsonl", (Path("pairs.jsonl"),))]
+    made.location = lambda document: made.origins[0].location(int(made.record_numbers[document]))
+    return made
+
+
+def compared(objective: str):
+    return load_recipe(ROOT / "recipes" / "tiny.yaml", [f"train.objective={objective}"])
+
+
+@pytest.mark.parametrize(
+    ("objective", "labels", "per_record", "expected"),
+    [
+        ("dpo", [1, 0, 1, 0, 1, 0], 2, "0 chosen: a«b» rejected: a«c» 1 chosen: d«e» rejected: d«f»"),
+        ("kto", [1, 1, 0, 0, 1, 1], 2, "0 good: a«b» 1 bad: d«e»"),  # whose second documents are mismatched
+    ],
+)
+def test_both_sides_of_a_pair_are_shown_under_one_location(tokenizer, objective, labels, per_record, expected):
+    made = records_of(tokenizer, ["ab", "ac", "de", "df", "gh", "gi"], labels, per_record)
+    shown = preview.first_documents(made.rows(8), tokenizer, 2, compared(objective))
+    screen = Console(width=80)
+    with screen.capture() as captured:
+        preview.show(screen, shown)
+    words = re.sub(r"pairs.jsonl:(\d)  supervised text is between « and »:", r"\1", captured.get()).split()
+    assert words == expected.split()
+
+
+def test_a_pair_is_two_lines_of_json_with_labels(tokenizer):
+    made = records_of(tokenizer, ["ab", "ac", "de", "df", "gh", "gi"], [1, 0] * 3, 2)
+    made.bad = [UnusableRecord(0, 3, "chosen: is empty")]
+    rows = made.rows(8)
+    rows.chunks = rows.chunks.where(rows.chunks.document < 4)
+
+    def dropped():
+        return [
+            Dropped(made.location(4), "longer than a row"),
+            Dropped(made.origins[0].location(3), "chosen: is empty"),
+        ]
+
+    held = SimpleNamespace(training=rows, held_out=Made([], []).rows(8), dropped=dropped)
+    found = [*preview.lines(made, held, compared("dpo"))]
+    assert [(line["place"][-1], line["use"], line.get("label")) for line in found] == [
+        ("0", "trained", 1), ("0", "trained", 0), ("1", "trained", 1), ("1", "trained", 0),
+        ("2", "dropped", 1), ("2", "dropped", 0), ("3", "dropped", None),
+    ]  # fmt: skip
+    assert [tokenizer.decode(line["input_ids"]) for line in found] == ["ab", "ac", "de", "df", "gh", "gi", ""]
+    assert not any("label" in line for line in preview.lines(made, held, compared("sft")))
+
+
+def test_lines_of_kto_leave_out_the_mismatched_answers(tokenizer):
+    own = records_of(tokenizer, ["ab", "de"], [1, 0], 1)
+    rows = records_of(tokenizer, ["ab", "ae", "de", "db"], [1, 1, 0, 0], 2)
+    rows.corpus = own
+    held = SimpleNamespace(training=rows.rows(8), held_out=Made([], []).rows(8), dropped=list)
+    found = [*preview.lines(own, held, compared("kto"))]
+    assert [(line["use"], line["label"], tokenizer.decode(line["input_ids"])) for line in found] == [
+        ("trained", 1, "ab"), ("trained", 0, "de"),
+    ]  # fmt: skip
 
 
 def test_a_long_document_is_shown_at_both_ends():

@@ -93,3 +93,39 @@ def text_of(path: Path) -> str:
     """Return the words of a page without its style, script and tags."""
     content = re.sub(r"<(style|script)>.*?</\1>", " ", path.read_text(), flags=re.S)
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", content)).split())
+
+
+def figures(step: int, draw: random.Random) -> dict:
+    """Return what a step of compared answers measures: rewards part, and the rejected one falls."""
+    chosen, rejected = 0.002 * step + 0.3 * draw.random() - 0.15, -0.008 * step + 0.3 * draw.random() - 0.15
+    return {
+        "margin": chosen - rejected, "accuracy": round(8 * min(1, 0.4 + step / 300 * draw.random())) / 8,
+        "reward_chosen": chosen, "reward_rejected": rejected, "kl": 0.002 * step * draw.random(),
+    }  # fmt: skip
+
+
+def make_pair_run(folder: Path, num_steps: int = 300, seed: int = 0) -> Path:
+    """Write the folder of a run that compares answers: dpo on pairs, with answers before and after."""
+    plan = FACTS["plan"] | {"objective": "dpo: beta 0.1"}
+    asked = ["<|user|>add 2 3<|end|><|assistant|>", False]
+    pair = [["pairs.jsonl:3", [asked, ["5<|end|>", True]]], ["pairs.jsonl:3", [asked, ["6<|end|>", True]]]]
+    more = {"num_steps": num_steps, "plan": plan, "documents": pair, "sides": ["chosen", "rejected"]}
+    make_run(folder, 0, FACTS | more, seed)
+    draw, lines = random.Random(seed), []
+    for step in range(num_steps + 1):
+        if step:
+            lines.append(step_line(step, draw) | figures(step, draw) | {"loss": 0.69 * math.exp(-step / 200)})
+        if step % 50 == 0:
+            held_out = {f"eval_{name}": number for name, number in figures(step, draw).items()}
+            lines.append({"step": step, "eval_loss": 0.69 * math.exp(-step / 300), **held_out})
+    write_lines(folder / "metrics.jsonl", lines)
+    (folder / "resolved.yaml").write_text("train:\n  objective: dpo\npreference:\n  beta: 0.1\n")
+    (folder / "status.json").write_text(json.dumps(STATUS | {"step": num_steps, "saved_step": num_steps}))
+    pairs = [("add 2 3", "5", "6", "5"), ("reverse abc", "cba", "abc", "abc"), ("upper q", "Q", "q", "")]
+    write_lines(folder / "answers.jsonl", [
+        {"step": step, "question": question, "expected": chosen, "rejected": rejected, "answer": answer}
+        for step in (0, num_steps // 2, num_steps)
+        for question, chosen, rejected, last in pairs
+        for answer in ([last] if step == num_steps else ["????"])
+    ])  # fmt: skip
+    return folder

@@ -13,7 +13,7 @@ from gearbox.checks.finding import Said, Severity
 from gearbox.config.loader import is_url, matches
 from gearbox.config.recipe import BUILTIN_TASKS, Data
 from gearbox.config.recipe_values import Source, listed
-from gearbox.data import row_formats, sources
+from gearbox.data import judged_answers, row_formats, sources
 from gearbox.data.records import RecordReader
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.data.sources import Origin, Unreadable, parse_json
@@ -36,7 +36,10 @@ class FirstRecords:
     """The recipe key that gives the source."""
     data: Data
     source: Source
+    forms: tuple[str, ...]
+    """The formats that the objective can train on."""
     form: str | None = None
+    """The format of the records, or `text` for pairs of plain texts."""
     problems: list[tuple[str, Severity]] = field(default_factory=list)
 
     def of_each_file(self) -> list[FirstRecords]:
@@ -57,29 +60,30 @@ class FirstRecords:
         return [self._read(origin) for origin in origins[:MAX_FILES]]
 
     def _read(self, origin: Origin) -> FirstRecords:
-        found = FirstRecords(self.key, self.data, self.source)
+        found = FirstRecords(self.key, self.data, self.source, self.forms)
         try:
-            for item in islice(RecordReader([origin], self.data).items(), MAX_RECORDS):
+            for item in islice(RecordReader([origin], self.data, self.forms).items(), MAX_RECORDS):
                 value = parse_json(item.record.value)
-                found.form = found.form or (None if isinstance(value, Unreadable) else item.names.form)
-                if reason := _reason(value, item.names):
+                try:
+                    form: str | None = _form_of(value, item.names)
+                except InvalidRecord as error:
                     severity: Severity = "problem" if self.data.on_bad_row == "stop" else "hint"
-                    found.problems.append((f"{origin.location(item.record.number)}: {reason}", severity))
+                    found.problems.append((f"{origin.location(item.record.number)}: {error}", severity))
+                    form = None if isinstance(value, Unreadable) else item.names.form
+                found.form = found.form or form
+                if found.problems:
                     break
         except UserError as error:
             found.problems.append((str(error), "problem"))
         return found
 
 
-def _reason(value: sources.JSON | Unreadable, names: row_formats.FieldNames) -> str | None:
-    """Return why a record cannot be used, or None if it can."""
+def _form_of(value: sources.JSON | Unreadable, names: row_formats.FieldNames) -> str:
+    """Return the format of a record, or `text` for a pair of plain texts. Raise InvalidRecord if it cannot be used."""
     if isinstance(value, Unreadable):
-        return value.reason
-    try:
-        row_formats.read(value, names)
-    except InvalidRecord as error:
-        return str(error)
-    return None
+        raise InvalidRecord(value.reason)
+    answers = judged_answers.read(value, names)
+    return "text" if isinstance(answers[0].document, str) else names.form
 
 
 def metric_problem(metric: str | None) -> str | None:

@@ -113,10 +113,10 @@ class Subject:
     def first_records(self) -> list[FirstRecords]:
         """The first records of each file of local data."""
         data, evaluated = self.recipe.data, self.recipe.eval.path
-        found = [FirstRecords("data.path", data, source) for source in data.sources]
+        found = [FirstRecords("data.path", data, source, self.recipe.forms) for source in data.sources]
         if evaluated is not None:
             data = data.model_copy(update={"path": evaluated})
-            found += [FirstRecords("eval.path", data, source) for source in data.sources]
+            found += [FirstRecords("eval.path", data, source, self.recipe.forms) for source in data.sources]
         return [part for one in found for part in one.of_each_file()]
 
     def say(self, text: str, severity: Severity = "problem") -> Said:

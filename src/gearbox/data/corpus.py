@@ -28,7 +28,7 @@ from gearbox import filesystem, processes
 from gearbox.config.recipe import Data, Recipe
 from gearbox.config.recipe_values import FORMS
 from gearbox.console import Screen, Work, status
-from gearbox.data import chat_rendering, loss_mask, records, row_formats, sources, tokenization
+from gearbox.data import chat_rendering, judged_answers, loss_mask, records, row_formats, sources, tokenization
 from gearbox.data.records import OriginSummary
 from gearbox.data.sources import Origin, Stamp
 from gearbox.data.tokenization import Question, UnusableRecord
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # After this wait another rank builds the file itself. By then the builder holds the lock, unless its data differs.
 BUILDER_FIRST_SECONDS = 60
 # The folder's name depends on the source text of these modules. The built-in tasks count as content of a source.
-MODULES = (row_formats, sources, records, chat_rendering, loss_mask, tokenization)
+MODULES = (row_formats, judged_answers, sources, records, chat_rendering, loss_mask, tokenization)
 
 Numbers = NDArray[Any]  # of the dtype that the column has
 
@@ -58,7 +58,8 @@ class MappedDocuments:
         chunks = [chunk for chunk in table.to_batches() if len(chunk)]
         self._numbers: dict[str, list[Numbers]] = {
             name: [_array(chunk.column(name)) for chunk in chunks]
-            for name in ("length", "targets", "hash", "origin", "number")
+            for name in ("length", "targets", "hash", "origin", "number", "label")
+            if name in table.column_names
         }
         self._firsts: list[int] = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
         self._tokens = [_ListColumn(chunk.column("input_ids")) for chunk in chunks]
@@ -81,6 +82,14 @@ class MappedDocuments:
     def hashes(self) -> NDArray[np.uint64]:
         """Hash of the token ids of each document."""
         return self._column("hash", np.uint64)
+
+    @cached_property
+    def labels(self) -> NDArray[np.int8]:
+        """1 for a good answer and for a usual document, 0 for a rejected or bad answer.
+
+        A pair is two consecutive documents of a record, 1 then 0. Shards of earlier versions have usual documents only.
+        """
+        return self._column("label", np.int8) if "label" in self._numbers else np.ones(len(self), np.int8)
 
     @cached_property
     def origin_ids(self) -> NDArray[np.int32]:
@@ -223,7 +232,7 @@ def load_corpora(
     They come from the cache. If they are not in it, the builder tokenizes them and the other ranks wait.
     Raise UserError for data that cannot be used; nothing is cached then.
     """
-    corpus = load_or_build(recipe.data, tokenizer, builder)
+    corpus = load_or_build(recipe.data, tokenizer, builder, recipe.forms)
     return corpus, load_evaluated(recipe, tokenizer, builder)
 
 
@@ -232,19 +241,22 @@ def load_evaluated(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, builder: 
     if recipe.eval.path is None:
         return None
     evaluated = recipe.data.model_copy(update={"path": recipe.eval.path})
-    return load_or_build(evaluated, tokenizer, builder)
+    return load_or_build(evaluated, tokenizer, builder, recipe.forms)
 
 
-def load_or_build(data: Data, tokenizer: PreTrainedTokenizerFast, builder: Builder) -> MappedCorpus:
-    """Return the documents of one data.path from the cache, or build them. See load_corpora."""
+def load_or_build(
+    data: Data, tokenizer: PreTrainedTokenizerFast, builder: Builder, forms: tuple[str, ...]
+) -> MappedCorpus:
+    """Return the documents of one data.path in some formats from the cache, or build them. See load_corpora."""
     chat_tokenizer = loss_mask.ChatTokenizer(tokenizer, data.supervise, data.supervise_supplied)
     origins, stamps, contents = find_origins(data)
-    folder = cache() / "gearbox" / _cache_key(contents, data, tokenizer)
+    folder = cache() / "gearbox" / _cache_key([forms, *contents], data, tokenizer)
 
     def build(made: Path) -> None:
         started = time.perf_counter()
         with builder.working("tokenizing", "documents") as work:
-            num_documents = tokenization.build_corpus(made, origins, stamps, data, chat_tokenizer, work)
+            reader = records.RecordReader(origins, data, forms)
+            num_documents = tokenization.build_corpus(made, reader, stamps, chat_tokenizer, work)
         seconds = time.perf_counter() - started
         builder.tell(f"tokenized {num_documents:,} documents in {seconds:.1f} s; cached in {folder}")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gearbox.config.recipe import MAX_RECORD_BYTES, Role
-from gearbox.config.recipe_values import ANSWERS, FORMS, TITLES, TURN_FIELDS
+from gearbox.config.recipe_values import ANSWERS, FORMS, TITLES
 from gearbox.data.sources import JSON
-from gearbox.errors import UserError, nearest
+from gearbox.errors import nearest
 
 JsonObject = dict[str, JSON]
 Turn = dict[str, Any]  # role, content, and the other fields of a turn that a template reads
@@ -34,7 +34,6 @@ MEDIA = {"image": "an image", "audio": "audio", "video": "a video"}
 MEDIA_TYPE = re.compile(rf"(?:input_)?({'|'.join(MEDIA)})(?:_url|_file)?")
 MEDIA_FIELD = re.compile(rf"({'|'.join(MEDIA)})s?")
 TEXT_ONLY = "Gearbox trains text only; remove it, or drop the row with data.on_bad_row=skip"
-READ_OF_TURN = {*KEPT, *REASONING, "tool_calls", "function_call", "weight"}
 
 
 class InvalidRecord(Exception):
@@ -63,38 +62,24 @@ class FieldNames:
         """Return the file's name for a field, or "" if the recipe ignores the field."""
         return self.fields.get(name, name) or ""
 
+    @property
+    def main(self) -> str:
+        """The file's name for the first required field of the format."""
+        return self.of(FORMS[self.form][0][0])
 
-def recognise(record: JSON, form: str, fields: dict[str, str | None]) -> str | None:
-    """Return the first format whose required fields the record has, or None; `form` itself if it is not auto."""
+
+def recognise(record: JSON, form: str, fields: dict[str, str | None], forms: tuple[str, ...] = ANSWERS) -> str | None:
+    """Return the first of the formats whose required fields the record has, or None; `form` itself if not auto."""
     if form != "auto":
         return form
-    for known in ANSWERS:
+    for known in forms:
         required = FORMS[known][0]
         if isinstance(record, dict) and all(fields.get(name, name) in record for name in required):
             return known
     return None
 
 
-def form_of(record: JsonObject, form: str, fields: dict[str, str | None], where: str) -> str:
-    """Return the format of a file, given its first record. Raise UserError for no known format, and for preferences."""
-    found = recognise(record, form, fields)
-    is_chat = found == "messages" and fields.get(found, found) in record  # of the question and the chosen answer
-    if {"chosen", "rejected"} <= record.keys() - {*fields.values()} and not is_chat:
-        what, answer = "pairs of answers (chosen, rejected)", record["chosen"]
-        single = "completion" if "prompt" in record else "output" if "instruction" in record else "text"
-        field = "messages" if isinstance(answer, list) and len(answer) > 1 else single
-        advice = f"set data.fields='{{{field}: chosen}}'"
-    elif found == "prompt" and isinstance(record.get("label"), bool):
-        what, advice = "answers with a label (true, false)", "keep the rows with true, without their label"
-    elif found is None:
-        known, names = " | ".join(", ".join(required) for required, _ in FORMS.values()), ", ".join(map(repr, record))
-        raise UserError(f"{where}: the fields {names} match no known format ({known}); map them in data.fields")
-    else:
-        return found
-    raise UserError(f"{where}: has {what}; this version does not train preferences; to train on good answers, {advice}")
-
-
-def of_field(reason: str, names: FieldNames, chat: Chat | str) -> str:
+def of_field(reason: str, field: str, chat: Chat | str) -> str:
     """Return the reason why a chat cannot be used, prefixed with the field that contains the chat.
 
     If a template rejects the chat with its own words, also name the field that these words are about.
@@ -103,7 +88,7 @@ def of_field(reason: str, names: FieldNames, chat: Chat | str) -> str:
         return reason
     found = re.fullmatch(r"the chat template rejects this chat: (.*)", reason, re.S)
     suspect = next(_suspects(chat, found[1]), "") if found else ""
-    return f"{names.of(FORMS[names.form][0][0])}: {suspect and suspect + '; '}{reason}"
+    return f"{field}: {suspect and suspect + '; '}{reason}"
 
 
 def _suspects(chat: Chat, message: str) -> Iterator[str]:
@@ -125,66 +110,64 @@ def _suspects(chat: Chat, message: str) -> Iterator[str]:
         for i, call in enumerate(calls):
             for name, value in call["function"]["arguments"].items():
                 if kind and type(value).__name__ == kind[1]:
-                    yield f"{at}: tool_calls[{i}].arguments.{name} is {_kind(value)}"
-
-
-def unused_fields(record: JSON, names: FieldNames) -> set[str]:
-    """Return the fields of a record and of its turns that are not read."""
-    if not isinstance(record, dict):
-        return set()
-    required, optional = FORMS[names.form]
-    unused = {*record} - {names.of(name) for name in required + optional}
-    for name in required:
-        turns = record.get(names.of(name))
-        if isinstance(turns, list):
-            keys = {key for turn in turns if isinstance(turn, dict) for key in turn}
-            unused |= {f"{names.of(name)}[].{key}" for key in keys - READ_OF_TURN - {names.of(f) for f in TURN_FIELDS}}
-    return unused
+                    yield f"{at}: tool_calls[{i}].arguments.{name} is {kind_of(value)}"
 
 
 def read(record: JSON, names: FieldNames) -> Chat | str:
     """Return the chat of a record, or its text if it is plain text. Raise InvalidRecord if it cannot be used."""
+    fields = with_required(record, names)
+    if names.form == "text":
+        return read_text(fields, names.of("text"))
+    tools = read_tools(fields, names)
+    turns, num_context = _turns_of_form(fields, names)
+    if names.form != "messages" and (system := optional_text(fields, names.of("system"))):
+        turns.insert(0, make_turn("system", system))
+        num_context += 1
+    return chat_of(turns, tools, num_context, names.main)
+
+
+def chat_of(turns: list[Turn], tools: list[JsonObject] | None, num_context: int, field: str) -> Chat:
+    """Return a chat whose first turns are context. Raise InvalidRecord if nobody asks or nobody answers in it."""
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise InvalidRecord(f"{field}: contains no assistant turn")
+    if turns[0]["role"] == "assistant":
+        raise InvalidRecord(f"{field}[0]: the first turn is an assistant turn, which answers nothing")
+    weightless = {i for i, turn in enumerate(turns) if turn.get("weight", 1) == 0}
+    kept = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
+    return Chat(kept, tools, frozenset(range(num_context)) | weightless)
+
+
+def with_required(record: JSON, names: FieldNames) -> JsonObject:
+    """Return a record that is an object with the required fields of its format. Raise InvalidRecord for another."""
     if not isinstance(record, dict):
-        raise InvalidRecord(f"must be an object with fields, found {_kind(record)}")
+        raise InvalidRecord(f"must be an object with fields, found {kind_of(record)}")
     for name in FORMS[names.form][0]:
         _require(record, name, names)
     _refuse_media(record, names)
-    if names.form == "text":
-        return _text(record, names.of("text"))
-    tools = _tools(record, names)
-    turns, num_context = _read_turns(record, names)
-    if names.form != "messages" and (system := _optional_text(record, names.of("system"))):
-        turns.insert(0, _make_turn("system", system))
-        num_context += 1
-    main = names.of(FORMS[names.form][0][0])
-    if not any(turn["role"] == "assistant" for turn in turns):
-        raise InvalidRecord(f"{main}: contains no assistant turn")
-    if turns[0]["role"] == "assistant":
-        raise InvalidRecord(f"{main}[0]: the first turn is an assistant turn, which answers nothing")
-    weightless = {i for i, turn in enumerate(turns) if turn.pop("weight", 1) == 0}
-    return Chat(turns, tools, frozenset(range(num_context)) | weightless)
+    return record
 
 
-def _read_turns(record: JsonObject, names: FieldNames) -> tuple[list[Turn], int]:
+def _turns_of_form(record: JsonObject, names: FieldNames) -> tuple[list[Turn], int]:
     """Return the turns of a chat record, and the number of leading turns that are context and never trained."""
     if names.form == "instruction":
-        question = [_text(record, names.of("instruction")), _optional_text(record, names.of("input"))]
-        answer = _text(record, names.of("output"))
-        return [_make_turn("user", "\n\n".join(filter(None, question))), _make_turn("assistant", answer)], 0
+        question = [read_text(record, names.of("instruction")), optional_text(record, names.of("input"))]
+        answer = read_text(record, names.of("output"))
+        return [make_turn("user", "\n\n".join(filter(None, question))), make_turn("assistant", answer)], 0
     if names.form != "prompt":  # messages or conversations
-        return _turns(record[names.of(names.form)], names.of(names.form), names), 0
+        return read_turns(record[names.of(names.form)], names.of(names.form), names), 0
     prompt, completion = names.of("prompt"), names.of("completion")
     if isinstance(record[prompt], str):
-        return [_make_turn("user", _text(record, prompt)), _make_turn("assistant", _text(record, completion))], 0
-    context = _turns(record[prompt], prompt, names)
-    return [*context, *_turns(record[completion], completion, names)], len(context)
+        return [make_turn("user", read_text(record, prompt)), make_turn("assistant", read_text(record, completion))], 0
+    context = read_turns(record[prompt], prompt, names)
+    return [*context, *read_turns(record[completion], completion, names)], len(context)
 
 
-def _make_turn(role: str, content: str) -> Turn:
+def make_turn(role: str, content: str) -> Turn:
+    """Return a turn of text."""
     return {"role": role, "content": content}
 
 
-def _kind(value: JSON) -> str:
+def kind_of(value: JSON) -> str:
     """Return a short description of a value in JSON terms."""
     names: dict[type, str] = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
     if isinstance(value, str):
@@ -195,7 +178,7 @@ def _kind(value: JSON) -> str:
 def _require(record: JsonObject, name: str, names: FieldNames) -> None:
     key = names.of(name)
     if key not in record:
-        other = recognise(record, "auto", names.fields)
+        other = recognise(record, "auto", names.fields, tuple(FORMS))
         if other is not None:
             raise InvalidRecord(
                 f"{key}: is missing: this row has {TITLES[other]}, but the first row of the file has "
@@ -210,17 +193,19 @@ def _require(record: JsonObject, name: str, names: FieldNames) -> None:
         raise InvalidRecord(f"{key}: is empty")
 
 
-def _text(record: JsonObject, name: str, within: str = "") -> str:
+def read_text(record: JsonObject, name: str, within: str = "") -> str:
+    """Return a field's text. Raise InvalidRecord unless it is one that can be encoded."""
     value = record[name]
     if not isinstance(value, str):
-        raise InvalidRecord(f"{within}{name}: must be a string, found {_kind(value)}")
+        raise InvalidRecord(f"{within}{name}: must be a string, found {kind_of(value)}")
     if not value.strip():
         raise InvalidRecord(f"{within}{name}: is empty")
     return _encodable(value, f"{within}{name}")
 
 
-def _optional_text(record: JsonObject, name: str) -> str:
-    return _text(record, name) if record.get(name) else ""
+def optional_text(record: JsonObject, name: str) -> str:
+    """Return a field's text, or "" if the field is missing or empty."""
+    return read_text(record, name) if record.get(name) else ""
 
 
 def _encodable(value: str, where: str) -> str:
@@ -246,17 +231,19 @@ def _refuse_media(record: JsonObject, names: FieldNames) -> None:
             raise InvalidRecord(f"{key}: is {MEDIA[found[1]]}; {TEXT_ONLY}")
 
 
-def _turns(turns: JSON, where: str, names: FieldNames) -> list[Turn]:
+def read_turns(turns: JSON, where: str, names: FieldNames) -> list[Turn]:
+    """Return the turns of a list, which is at `where` in the record. Raise InvalidRecord for anything else."""
     if not isinstance(turns, list):
-        raise InvalidRecord(f"{where}: must be a list of turns, found {_kind(turns)}")
+        raise InvalidRecord(f"{where}: must be a list of turns, found {kind_of(turns)}")
     if not turns:
         raise InvalidRecord(f"{where}: is empty")
-    return [_turn(turn, f"{where}[{i}]", names) for i, turn in enumerate(turns)]
+    return [read_turn(turn, f"{where}[{i}]", names) for i, turn in enumerate(turns)]
 
 
-def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
+def read_turn(turn: JSON, where: str, names: FieldNames) -> Turn:
+    """Return one turn in the structure that templates expect. See read_turns."""
     if not isinstance(turn, dict):
-        raise InvalidRecord(f"{where}: must be an object, found {_kind(turn)}")
+        raise InvalidRecord(f"{where}: must be an object, found {kind_of(turn)}")
     role_field, content_field = _turn_fields(turn, names)
     role = _role(turn, role_field, where, names)
     if role == CALL:
@@ -265,11 +252,11 @@ def _turn(turn: JSON, where: str, names: FieldNames) -> Turn:
     if calls and role != "assistant":
         raise InvalidRecord(f"{where}.tool_calls: only the assistant may call tools, found role {turn[role_field]!r}")
     content = _content(turn, content_field, where, is_tool=role == "tool", has_calls=bool(calls))
-    result = _make_turn(role, content)
-    result |= {name: _text(turn, name, f"{where}.") for name in KEPT if turn.get(name) not in (None, "")}
+    result = make_turn(role, content)
+    result |= {name: read_text(turn, name, f"{where}.") for name in KEPT if turn.get(name) not in (None, "")}
     for name in REASONING:
         if turn.get(name):
-            result["reasoning_content"] = _text(turn, name, f"{where}.")
+            result["reasoning_content"] = read_text(turn, name, f"{where}.")
     if calls:
         result["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if role == "assistant" and turn.get("weight") is not None:
@@ -297,7 +284,7 @@ def _role(turn: JsonObject, role_field: str, where: str, names: FieldNames) -> s
     role = names.roles.get(value) or ROLES.get(value) if isinstance(value, str) else None
     if role is None:
         known = ", ".join([*names.roles, *ROLES])
-        shown = repr(value[:40]) if isinstance(value, str) else f"({_kind(value)})"
+        shown = repr(value[:40]) if isinstance(value, str) else f"({kind_of(value)})"
         raise InvalidRecord(f"{where}.{role_field}: unknown role {shown}; use one of {known}, or map it in data.roles")
     return role
 
@@ -305,8 +292,8 @@ def _role(turn: JsonObject, role_field: str, where: str, names: FieldNames) -> s
 def _call_turn(turn: JsonObject, content_field: str, where: str) -> Turn:
     """Return a turn with ShareGPT's role for calls, whose content is the JSON of the calls."""
     content = turn.get(content_field)
-    calls = _parse(_text(turn, content_field, f"{where}.") if isinstance(content, str) else content, where)
-    return _make_turn("assistant", "") | {"tool_calls": _calls(calls, f"{where}.{content_field}")}
+    calls = _parse(read_text(turn, content_field, f"{where}.") if isinstance(content, str) else content, where)
+    return make_turn("assistant", "") | {"tool_calls": _calls(calls, f"{where}.{content_field}")}
 
 
 def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls: bool) -> str:
@@ -319,7 +306,7 @@ def _content(turn: JsonObject, field: str, where: str, is_tool: bool, has_calls:
     is_blank = content is None or (isinstance(content, str) and not content.strip())
     if is_blank and (is_tool or has_calls):
         return str(content or "")
-    return _text({field: content}, field, f"{where}.")
+    return read_text({field: content}, field, f"{where}.")
 
 
 def _joined(parts: list[JSON], where: str) -> str:
@@ -328,15 +315,15 @@ def _joined(parts: list[JSON], where: str) -> str:
     for number, part in enumerate(parts):
         at = f"{where}[{number}]"
         if not isinstance(part, dict):
-            raise InvalidRecord(f"{at}: must be an object with a type, found {_kind(part)}")
+            raise InvalidRecord(f"{at}: must be an object with a type, found {kind_of(part)}")
         kind = part.get("type")
         if media := MEDIA_TYPE.fullmatch(kind) if isinstance(kind, str) else None:
             raise InvalidRecord(f"{at}: is {MEDIA[media[1]]}; {TEXT_ONLY}")
         if kind != "text":
-            raise InvalidRecord(f"{at}.type: must be 'text', found {_kind(kind)}")
+            raise InvalidRecord(f"{at}.type: must be 'text', found {kind_of(kind)}")
         text = part.get("text")
         if not isinstance(text, str):
-            raise InvalidRecord(f"{at}.text: must be a string, found {_kind(text)}")
+            raise InvalidRecord(f"{at}.text: must be a string, found {kind_of(text)}")
         texts.append(text)
     return "".join(texts)
 
@@ -349,7 +336,7 @@ def _parse(value: JSON, where: str) -> JSON:
         parsed: JSON = json.loads(value)
         return parsed
     except (ValueError, RecursionError) as error:
-        raise InvalidRecord(f"{where}: must be JSON: {error}, found {_kind(value)}") from None
+        raise InvalidRecord(f"{where}: must be JSON: {error}, found {kind_of(value)}") from None
 
 
 def _calls(calls: JSON, where: str) -> list[JsonObject]:
@@ -359,12 +346,12 @@ def _calls(calls: JSON, where: str) -> list[JsonObject]:
         at = f"{where}[{number}]" if isinstance(calls, list) else where
         function = _named_function(call)
         if not isinstance(call, dict) or function is None:
-            raise InvalidRecord(f"{at}: must be a call with a string 'name' and 'arguments', found {_kind(call)}")
+            raise InvalidRecord(f"{at}: must be a call with a string 'name' and 'arguments', found {kind_of(call)}")
         arguments = _parse(function.get("arguments", {}), f"{at}.arguments")
         if not isinstance(arguments, dict):
-            raise InvalidRecord(f"{at}.arguments: must be an object, found {_kind(arguments)}")
+            raise InvalidRecord(f"{at}.arguments: must be an object, found {kind_of(arguments)}")
         _encodable(json.dumps([function["name"], arguments], ensure_ascii=False), at)
-        identity = {"id": _text(call, "id", f"{at}.")} if call.get("id") not in (None, "") else {}
+        identity = {"id": read_text(call, "id", f"{at}.")} if call.get("id") not in (None, "") else {}
         result.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return result
 
@@ -375,27 +362,27 @@ def _named_function(item: JSON) -> JsonObject | None:
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
-def _tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
+def read_tools(record: JsonObject, names: FieldNames) -> list[JsonObject] | None:
     """Return the tools of a record, each wrapped as a function, or None without tools."""
     key = names.of("tools")
     if record.get(key) in (None, "", [], "[]"):
         return None
     tools = _parse(record[key], key)
     if not isinstance(tools, list):
-        raise InvalidRecord(f"{key}: must be a list of tools, found {_kind(tools)}")
+        raise InvalidRecord(f"{key}: must be a list of tools, found {kind_of(tools)}")
     result: list[JsonObject] = []
     for number, tool in enumerate(tools):
         function = _named_function(tool)
         if function is None:
-            raise InvalidRecord(f"{key}[{number}]: must be an object with a 'name', found {_kind(tool)}")
+            raise InvalidRecord(f"{key}[{number}]: must be an object with a 'name', found {kind_of(tool)}")
         at = f"{key}[{number}]"
         _encodable(json.dumps(function, ensure_ascii=False), at)
         if function.get("description") is not None and not isinstance(function["description"], str):
-            raise InvalidRecord(f"{at}.description: must be a string, found {_kind(function['description'])}")
+            raise InvalidRecord(f"{at}.description: must be a string, found {kind_of(function['description'])}")
         if function.get("parameters") is not None:
             parameters = _parse(function["parameters"], f"{at}.parameters")
             if not isinstance(parameters, dict):
-                raise InvalidRecord(f"{at}.parameters: must be an object, found {_kind(parameters)}")
+                raise InvalidRecord(f"{at}.parameters: must be an object, found {kind_of(parameters)}")
             function = function | {"parameters": parameters}
         result.append({"type": "function", "function": function})
     return result

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,10 +22,11 @@ import numpy as np
 import xxhash
 
 from gearbox import filesystem, processes
-from gearbox.config.recipe import MAX_QUESTIONS, Data
+from gearbox.config.recipe import MAX_QUESTIONS
 from gearbox.console import Work
-from gearbox.data import loss_mask, row_formats
-from gearbox.data.records import Item, OriginSummary, RecordReader
+from gearbox.data import judged_answers, loss_mask, row_formats
+from gearbox.data.judged_answers import GOOD, Answer
+from gearbox.data.records import Item, OriginSummary, RecordReader, unused_fields
 from gearbox.data.row_formats import FieldNames, InvalidRecord, JsonObject
 from gearbox.data.sources import Origin, Record, Stamp, Unreadable, parse_json
 from gearbox.errors import UserError
@@ -42,11 +43,13 @@ DOCUMENTS, ABOUT, BAD = "documents.arrow", "about.json", "bad.json"
 
 @dataclass(frozen=True)
 class Question:
-    """A question in a chat, and its answer."""
+    """A question in a chat, and its answer: in a pair, the chosen one."""
 
     document: int
     question: str
     answer: str
+    rejected: str | None = None
+    """The rejected answer of a pair."""
 
 
 class UnusableRecord(NamedTuple):
@@ -63,13 +66,23 @@ class _Batch(NamedTuple):
     records: list[Record]
 
 
+class _Document(NamedTuple):
+    """A tokenized document, with the number of its record and the hash of its tokens."""
+
+    number: int
+    encoded: loss_mask.Encoded
+    hash: int
+    label: int
+
+
 class _Candidate(NamedTuple):
-    """A `Question`, with the hash of its document."""
+    """A `Question`, with the hash of its document or pair."""
 
     hash: int
     document: int
     question: str
     answer: str
+    rejected: str | None
 
 
 class _Outcome(NamedTuple):
@@ -89,6 +102,7 @@ def _features() -> datasets.Features:
     from datasets import Features, List, Value
 
     types = {"length": "int32", "targets": "int32", "hash": "uint64", "origin": "int32", "number": "int64"}
+    types["label"] = "int8"
     tokens = {"input_ids": List(Value("int32")), "supervised": List(Value("int8"))}
     return Features(tokens | {name: Value(type_name) for name, type_name in types.items()})
 
@@ -96,11 +110,12 @@ def _features() -> datasets.Features:
 class CorpusDigest:
     """The digest of all documents in order: an xxh3-128 of their token ids, loss masks and lengths.
 
-    Each column has its own stream, so the digest does not depend on the batches.
+    Each column has its own stream, so the digest does not depend on the batches. The labels count if one is not 1.
     """
 
     def __init__(self) -> None:
         self._streams = {name: xxhash.xxh3_128() for name in ("input_ids", "supervised", "length")}
+        self._labels, self._has_labels = xxhash.xxh3_128(), False
 
     def update(self, table: pyarrow.RecordBatch) -> None:
         """Add the documents of a table."""
@@ -108,10 +123,14 @@ class CorpusDigest:
             column = table.column(name)
             values = column if name == "length" else column.flatten()
             stream.update(values.to_numpy())
+        labels = table.column("label").to_numpy()
+        self._labels.update(labels)
+        self._has_labels |= bool((labels != GOOD).any())
 
     def hexdigest(self) -> str:
         """Return the digest of the documents so far, as 32 hex digits."""
-        return str(xxhash.xxh3_128_hexdigest(b"".join(stream.digest() for stream in self._streams.values())))
+        streams = [*self._streams.values(), *([self._labels] if self._has_labels else [])]
+        return str(xxhash.xxh3_128_hexdigest(b"".join(stream.digest() for stream in streams)))
 
 
 class Collector:
@@ -151,16 +170,15 @@ class Collector:
                 asdict(summary) | {"unused": sorted(fields)}
                 for summary, fields in zip(summaries, self.unused, strict=True)
             ],
-            "questions": [asdict(Question(c.document, c.question, c.answer)) for c in self.candidates],
+            "questions": [asdict(Question(*c[1:])) for c in self.candidates],
             "digest": self.digest.hexdigest(),
         }
 
 
 def build_corpus(
     folder: Path,
-    origins: list[Origin],
+    reader: RecordReader,
     stamps: list[Stamp],
-    data: Data,
     tokenizer: loss_mask.ChatTokenizer,
     work: Work,
 ) -> int:
@@ -168,10 +186,10 @@ def build_corpus(
 
     Raise UserError if the data cannot be used. Also raise it if an origin no longer has its stamp, so was written to.
     """
-    reader, collected = RecordReader(origins, data), Collector(origins, stop_on_bad=data.on_bad_row == "stop")
+    collected = Collector(reader.origins, stop_on_bad=reader.data.on_bad_row == "stop")
     write_documents(folder / DOCUMENTS, reader.items(), tokenizer, collected, work)
     about = collected.about(reader.summaries)
-    check_stamps(origins, stamps)
+    check_stamps(reader.origins, stamps)
     about |= {"num_bad": len(collected.bad), "bytes": (folder / DOCUMENTS).stat().st_size}
     filesystem.write(folder / BAD, json.dumps([list(entry) for entry in collected.bad]))
     filesystem.write(folder / ABOUT, json.dumps(about))
@@ -251,8 +269,7 @@ class _BatchTokenizer:
         self.tokenizer = tokenizer
 
     def __call__(self, batch: _Batch) -> _Outcome:
-        documents: list[row_formats.Chat | str] = []
-        numbers: list[int] = []
+        records: list[tuple[int, list[Answer]]] = []
         bad: list[UnusableRecord] = []
         unused: set[str] = set()
         for record in batch.records:
@@ -260,39 +277,37 @@ class _BatchTokenizer:
                 value = parse_json(record.value)
                 if isinstance(value, Unreadable):
                     raise InvalidRecord(value.reason)
-                documents.append(row_formats.read(value, batch.names))
-                numbers.append(record.number)
-                unused |= row_formats.unused_fields(value, batch.names)
+                records.append((record.number, judged_answers.read(value, batch.names)))
+                unused |= unused_fields(value, batch.names)
             except InvalidRecord as error:
                 bad.append(UnusableRecord(batch.origin, record.number, str(error)))
-        encoded: list[tuple[row_formats.Chat | str, int, loss_mask.Encoded]] = []
-        for document, number, outcome in zip(documents, numbers, self.tokenizer.encode(documents), strict=True):
-            if isinstance(outcome, InvalidRecord):
-                reason = row_formats.of_field(str(outcome), batch.names, document)
-                bad.append(UnusableRecord(batch.origin, number, reason))
-            else:
-                encoded.append((document, number, outcome))
+        outcomes = iter(self.tokenizer.encode([one.document for _, answers in records for one in answers]))
+        documents: list[_Document] = []
+        candidates: list[_Candidate] = []
+        for number, answers in records:
+            try:
+                encoded = judged_answers.finish(answers, [*islice(outcomes, len(answers))], batch.names.form)
+            except InvalidRecord as error:
+                bad.append(UnusableRecord(batch.origin, number, str(error)))
+                continue
+            hashes = [xxhash.xxh3_64_intdigest(one.tokens.tobytes()) for one in encoded]
+            if texts := _question(answers, self.tokenizer.supervise):
+                digest = hashes[0] if len(hashes) == 1 else judged_answers.hash_of_pair(hashes[0], hashes[1])
+                candidates.append(_Candidate(digest, len(documents), *texts))
+            documents += [
+                _Document(number, one, digest, answer.label)
+                for one, digest, answer in zip(encoded, hashes, answers, strict=True)
+            ]
         bad.sort(key=lambda entry: entry.number)
-        hashes = [xxhash.xxh3_64_intdigest(outcome.tokens.tobytes()) for _, _, outcome in encoded]
-        table = _make_table(
-            batch.origin, [number for _, number, _ in encoded], [outcome for _, _, outcome in encoded], hashes
-        )
-        candidates = [
-            _Candidate(digest, i, *texts)
-            for i, (digest, (document, _, _)) in enumerate(zip(hashes, encoded, strict=True))
-            if (texts := _question(document, self.tokenizer.supervise))
-        ]
-        return _Outcome(batch.origin, table, bad, _lowest(candidates), unused)
+        return _Outcome(batch.origin, _make_table(batch.origin, documents), bad, _lowest(candidates), unused)
 
 
-def _make_table(
-    origin: int, numbers: list[int], encoded: list[loss_mask.Encoded], hashes: list[int]
-) -> pyarrow.RecordBatch:
+def _make_table(origin: int, documents: list[_Document]) -> pyarrow.RecordBatch:
     """Return the documents of one origin, with the columns of `_features`."""
     import pyarrow
 
-    tokens = [document.tokens for document in encoded]
-    masks = [document.loss_mask for document in encoded]
+    tokens = [document.encoded.tokens for document in documents]
+    masks = [document.encoded.loss_mask for document in documents]
     lengths = np.array([len(ids) for ids in tokens], np.int32)
     offsets = pyarrow.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     return pyarrow.record_batch(
@@ -302,9 +317,10 @@ def _make_table(
             "length": lengths,
             # The first token of a document has nothing before it and is never a target.
             "targets": np.array([mask[1:].sum() for mask in masks], np.int32),
-            "hash": np.array(hashes, np.uint64),
-            "origin": np.full(len(encoded), origin, np.int32),
-            "number": np.array(numbers, np.int64),
+            "hash": np.array([document.hash for document in documents], np.uint64),
+            "origin": np.full(len(documents), origin, np.int32),
+            "number": np.array([document.number for document in documents], np.int64),
+            "label": np.array([document.label for document in documents], np.int8),
         }
     )
 
@@ -315,8 +331,17 @@ def _lowest(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     return heapq.nsmallest(MAX_QUESTIONS, by_hash.values())
 
 
-def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:
-    """Return a question of a chat and its trained answer as texts, or None if either is missing.
+def _question(answers: list[Answer], supervise: str) -> tuple[str, str, str | None] | None:
+    """Return a question, its good answer and the rejected one of a pair, or None if the first two are missing."""
+    good = _asked(answers[0].document, supervise) if answers[0].label == GOOD else None
+    if good is None or not all(good):
+        return None
+    rejected = _asked(answers[1].document, supervise) if len(answers) > 1 else None
+    return *good, (rejected[1] or None) if rejected else None
+
+
+def _asked(document: row_formats.Chat | str, supervise: str) -> tuple[str, str] | None:
+    """Return a question of a chat and its trained answer as texts, or None without a question.
 
     The answer is the last one if only the last is trained, otherwise the first.
     """
@@ -326,7 +351,7 @@ def _question(document: row_formats.Chat | str, supervise: str) -> tuple[str, st
     answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i not in document.untrained]
     first = (answers or [0])[-1 if supervise == "last" else 0]
     questions = [turn["content"] for turn in turns[:first] if turn["role"] == "user"]
-    return (questions[-1], turns[first]["content"]) if questions and turns[first]["content"] else None
+    return (questions[-1], turns[first]["content"]) if questions else None
 
 
 _worker: _BatchTokenizer | None = None  # set in each worker process, which inherits it through the fork

@@ -170,7 +170,10 @@ def _numbers(source: Source, result: Result) -> str:
     if held is not None:
         loss = held["eval_loss"]
         lines.append(("held-out loss", f"{loss:.4f} at step {held.get('step')}"))
-        lines.append(("held-out perplexity", f"{perplexity(loss):.4g}"))
+        if isinstance(accuracy := held.get("eval_accuracy"), float):  # of pairs, whose loss has no perplexity
+            lines.append(("held-out accuracy", f"{accuracy:.1%}"))
+        else:
+            lines.append(("held-out perplexity", f"{perplexity(loss):.4g}"))
     lines.append(("dtype", result.dtype))
     if source.recipe is not None:
         lines.append(("data", ", ".join(f"`{_plain(one.path)}`" for one in source.recipe.data.sources)))

@@ -1,13 +1,15 @@
-"""Compute the loss of an output head chunk by chunk, with its gradients in the forward pass: no logits are kept.
+"""Compute the loss of an output head chunk by chunk, with its gradients: no logits are kept.
 
 Shapes: N tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from gearbox.kernels.lora import autocast_dtype
 from gearbox.planning import layer_memory
@@ -33,6 +35,18 @@ def cross_entropy_sum(
     return total
 
 
+def log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float = 1.0, cap: float | None = None
+) -> torch.Tensor:
+    """Return the log-probability of each token's target, [N] in fp32. The arguments are those of `cross_entropy_sum`.
+
+    With a frozen weight the forward pass computes the gradient of each token, and the backward pass scales it. The
+    gradient of a weight is a sum over tokens that the backward pass weighs, so it needs the logits again.
+    """
+    losses: torch.Tensor = _CrossEntropies.apply(hidden, weight, labels, scale, cap)  # type: ignore[no-untyped-call]
+    return -losses
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """The sum of cross entropies. The forward pass computes the gradients, because it has the probabilities."""
 
@@ -46,24 +60,9 @@ class _CrossEntropySum(torch.autograd.Function):
         cap: float | None,
     ) -> torch.Tensor:
         dtype = autocast_dtype(hidden) or hidden.dtype
-        states, rows = hidden.to(dtype), weight.to(dtype)
-        of_hidden = torch.empty_like(states) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        size = min(chunk_tokens(len(weight), weight.device), len(states))
-        logits = states.new_empty(size, len(weight))  # one buffer, since a CPU would map new memory for each chunk
-        for first in range(0, len(hidden), size or 1):
-            part = slice(first, first + size)
-            chunk = torch.mm(states[part], rows.T, out=logits[: len(states[part])])
-            loss, gradient = _loss_and_gradient(chunk, labels[part], scale, cap)
-            total += loss
-            gradient = gradient if gradient is chunk else chunk.copy_(gradient)
-            if of_hidden is not None:
-                torch.mm(gradient, rows, out=of_hidden[part])
-            if of_weight is not None and dtype == torch.float32:
-                of_weight.addmm_(gradient.T, states[part])
-            elif of_weight is not None:
-                _add_product(of_weight, gradient, states[part])
+        logits = _Logits(hidden.to(dtype), weight.to(dtype), labels, scale, cap)
+        of_hidden, of_weight = _empty_gradients(logits, ctx.needs_input_grad)
+        total = logits.losses(of_hidden, of_weight).sum()
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
@@ -77,6 +76,102 @@ class _CrossEntropySum(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+class _CrossEntropies(torch.autograd.Function):
+    """The cross entropy of each token. Where the weight is trained, the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        scale: float,
+        cap: float | None,
+    ) -> torch.Tensor:
+        dtype = autocast_dtype(hidden) or hidden.dtype
+        logits = _Logits(hidden.to(dtype), weight.to(dtype), labels, scale, cap)
+        ctx.dtypes, ctx.shape = (hidden.dtype, weight.dtype), (scale, cap)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(logits.states, weight, labels)
+            return logits.losses()
+        of_hidden, _ = _empty_gradients(logits, ctx.needs_input_grad)
+        losses = logits.losses(of_hidden)
+        ctx.save_for_backward(of_hidden)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        if ctx.needs_input_grad[1]:
+            states, weight, labels = ctx.saved_tensors
+            logits = _Logits(states, weight.to(states.dtype), labels, *ctx.shape)
+            of_hidden, of_weight = _empty_gradients(logits, ctx.needs_input_grad)
+            logits.losses(of_hidden, of_weight, upstream)
+        else:
+            (of_hidden,), of_weight = ctx.saved_tensors, None
+            of_hidden = None if of_hidden is None else of_hidden.mul_(upstream[:, None])
+        pairs = zip((of_hidden, of_weight), ctx.dtypes, strict=True)
+        return *[None if gradient is None else gradient.to(dtype) for gradient, dtype in pairs], None, None, None
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """The logits of an output head, of which only a chunk is in memory at a time."""
+
+    states: torch.Tensor
+    """[N, H], in the dtype to compute in."""
+    rows: torch.Tensor
+    """[V, H], in the same dtype."""
+    labels: torch.Tensor
+    scale: float
+    cap: float | None
+
+    def losses(
+        self,
+        of_hidden: torch.Tensor | None = None,
+        of_weight: torch.Tensor | None = None,
+        upstream: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the cross entropy of each token, [N] in fp32.
+
+        Write its gradient to `of_hidden`, [N, H], and add it to `of_weight`, [V, H] in fp32, if these are given. Each
+        token's gradient is first multiplied by its number in `upstream`, [N].
+        """
+        states, rows = self.states, self.rows
+        losses = torch.empty(len(states), dtype=torch.float32, device=states.device)
+        wants_gradient = of_hidden is not None or of_weight is not None
+        size = min(chunk_tokens(len(rows), rows.device), len(states))
+        logits = states.new_empty(size, len(rows))  # one buffer, since a CPU would map new memory for each chunk
+        for first in range(0, len(states), size or 1):
+            part = slice(first, first + size)
+            chunk = torch.mm(states[part], rows.T, out=logits[: len(states[part])])
+            losses[part], gradient = _losses_and_gradient(
+                chunk, self.labels[part], self.scale, self.cap, wants_gradient=wants_gradient
+            )
+            if gradient is None:
+                continue
+            if upstream is not None:
+                gradient *= upstream[part, None]
+            gradient = gradient if gradient is chunk else chunk.copy_(gradient)
+            if of_hidden is not None:
+                torch.mm(gradient, rows, out=of_hidden[part])
+            if of_weight is not None and states.dtype == torch.float32:
+                of_weight.addmm_(gradient.T, states[part])
+            elif of_weight is not None:
+                _add_product(of_weight, gradient, states[part])
+        return losses
+
+
+def _empty_gradients(
+    logits: _Logits, needs_gradient: tuple[bool, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return tensors for the gradients of the hidden states and of the weight, or None where none is needed."""
+    return (
+        torch.empty_like(logits.states) if needs_gradient[0] else None,
+        torch.zeros_like(logits.rows, dtype=torch.float32) if needs_gradient[1] else None,
+    )
+
+
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor) -> None:
     """Add gradient.T @ states, [V, H], to a total in fp32, in pieces: the product is in bf16 and large."""
     size = chunk_tokens(states.shape[1], states.device)
@@ -84,29 +179,31 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, states: torch.Tens
         total[first : first + size] += gradient[:, first : first + size].T @ states
 
 
-def _loss_and_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the cross entropies, [], and its gradient with respect to the unscaled logits, [N, V].
+def _losses_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, scale: float, cap: float | None, *, wants_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the cross entropies, [N], and the gradient of each with respect to its unscaled logits, [N, V].
 
-    logits: [N, V]. If they are in fp32, the gradient overwrites them.
+    logits: [N, V]. If they are in fp32, they are overwritten, with the gradient if it is wanted.
     """
-    values = logits.float()
+    values, slope = logits.float(), None
     if scale != 1.0:
         values *= scale
     if cap:
         values.div_(cap).tanh_()
-        slope = 1 - values.square()
+        slope = 1 - values.square() if wants_gradient else None
         values *= cap
     chosen = labels[:, None]
     values -= values.amax(1, keepdim=True)
     target = values.gather(1, chosen)
     sums = values.exp_().sum(1, keepdim=True)
-    loss = (sums.log() - target).sum()
+    losses = (sums.log() - target)[:, 0]
+    if not wants_gradient:
+        return losses, None
     values /= sums
     values.scatter_add_(1, chosen, torch.full_like(target, -1.0))
-    if cap:
+    if slope is not None:
         values *= slope
     if scale != 1.0:
         values *= scale
-    return loss, values
+    return losses, values

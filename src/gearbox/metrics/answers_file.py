@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from gearbox import filesystem
 from gearbox.console import Screen
@@ -20,6 +20,9 @@ class Line(TypedDict):
     step: int
     question: str
     expected: str | None
+    """The correct answer, or the chosen one of a pair."""
+    rejected: NotRequired[str]
+    """The other answer of a pair."""
     answer: str
 
 
@@ -71,6 +74,7 @@ class AnswersFile:
                 "before": before.get(line["question"], "(not asked)"),
                 "after": line["answer"],
                 **({} if line["expected"] is None else {"expected": line["expected"]}),
+                **({"rejected": line["rejected"]} if "rejected" in line else {}),
             }
             for line in self.lines
             if line["step"] == step
@@ -79,8 +83,11 @@ class AnswersFile:
 
 def _line(record: dict[str, object]) -> Line | None:
     """Return a record as a line of this file, or None for a damaged one."""
-    step, question, expected, answer = (record.get(name) for name in Line.__annotations__)
+    step, question, expected, answer = (record.get(name) for name in ("step", "question", "expected", "answer"))
     is_whole = isinstance(step, int) and isinstance(question, str) and isinstance(answer, str)
     if not is_whole or not isinstance(expected, str | None):
         return None
-    return Line(step=step, question=question, expected=expected, answer=answer)  # type: ignore[typeddict-item]
+    line = Line(step=step, question=question, expected=expected, answer=answer)  # type: ignore[typeddict-item]
+    if isinstance(rejected := record.get("rejected"), str):
+        line["rejected"] = rejected
+    return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,24 +64,28 @@ class Progress:
         yield 0, f"step {step}/{self.num_steps}"
         yield 1, f"loss {numbers['loss']:.4f}"
         if recent := self.state.recent_losses:
-            yield 4, f"mean {sum(recent) / len(recent):.4f}"
-        yield 7, f"lr {numbers['lr']:.2e}"
-        yield 6, f"norm {numbers['grad_norm']:.3g}"
+            yield 6, f"mean {sum(recent) / len(recent):.4f}"
+        if known(numbers, "accuracy"):
+            yield 3, f"accuracy {numbers['accuracy']:.0%}"
+        if known(numbers, "margin"):
+            yield 5, f"margin {numbers['margin']:.3g}"
+        yield 9, f"lr {numbers['lr']:.2e}"
+        yield 8, f"norm {numbers['grad_norm']:.3g}"
         speed = tokens / max(seconds, 1e-9)
-        yield 3, f"{speed:,.0f} tokens/s"
+        yield 4, f"{speed:,.0f} tokens/s"
         if numbers["tokens_per_second"] != numbers["tokens_per_second_per_device"]:
             devices = float(numbers["tokens_per_second"] or 0) / float(numbers["tokens_per_second_per_device"] or 1)
-            yield 10, f"{speed / max(1.0, devices):,.0f} per device"
+            yield 12, f"{speed / max(1.0, devices):,.0f} per device"
         if numbers.get("mfu") is not None:
-            yield 8, f"MFU {numbers['mfu']:.0%}"
+            yield 10, f"MFU {numbers['mfu']:.0%}"
         held = [numbers.get(name) for name in ("memory_bytes", "memory_peak_bytes", "memory_predicted_bytes")]
-        yield 5, f"mem {'/'.join(_gib(held))}"
+        yield 7, f"mem {'/'.join(_gib(held))}"
         if waited:
-            yield 9, f"data {waited / max(seconds, 1e-9):.0%}"
+            yield 11, f"data {waited / max(seconds, 1e-9):.0%}"
         if numbers.get("idle") is not None:
-            yield 11, f"{numbers['idle']:.0%} idle"
+            yield 13, f"{numbers['idle']:.0%} idle"
         if numbers.get("expert_load") is not None:
-            yield 12, f"load {numbers['expert_load']:.2f}"
+            yield 14, f"load {numbers['expert_load']:.2f}"
         per_step = (self._times[-1] - self._times[0]) / max(1, len(self._times) - 1)
         yield 2, f"{format_time(per_step * (self.num_steps - step))} left"
 
@@ -99,6 +104,11 @@ class Progress:
                 kept.add(rank)
                 free -= self._widths[rank] + 2
         return "  ".join(text.ljust(self._widths[rank]) for rank, text in texts.items() if rank in kept).rstrip()
+
+
+def known(numbers: Numbers, name: str) -> bool:
+    """Return whether a number was measured and is finite."""
+    return isinstance(number := numbers.get(name), int | float) and math.isfinite(number)
 
 
 def _gib(numbers: Sequence[object]) -> list[str]:

@@ -20,7 +20,7 @@ from gearbox.checkpoint.train_state import StepResult
 from gearbox.console import styled
 from gearbox.metrics import metrics_file
 from gearbox.metrics.clock import StepClock
-from gearbox.metrics.progress import Progress, saved_text
+from gearbox.metrics.progress import Progress, known, saved_text
 from gearbox.metrics.trackers import Trackers
 from gearbox.metrics.trainjob_status import TrainJobStatus
 from gearbox.redact import redacted
@@ -153,6 +153,7 @@ class Metrics:
             "grad_norm": result.grad_norm,
             "lr": rate,
             **{name: number for name, number in optional.items() if number is not None},
+            **(result.figures or {}),
             "rows_hash": self.state.rows_hash,
             "tokens": self.state.tokens,
             "tokens_supervised": self.state.tokens_supervised,
@@ -172,13 +173,26 @@ class Metrics:
             if result.skipped:
                 self.progress.warning("loss or gradients not finite: step skipped on all ranks")
 
-    def evaluation(self, loss: float, exact_match: float | None = None, metric: float | None = None) -> None:
-        """Record an evaluation of the held-out rows. Exclude its time from the next step's speed."""
-        perplexity = metrics_file.perplexity(loss)
-        optional = {"eval_exact_match": exact_match, "eval_metric": metric}
+    def evaluation(
+        self,
+        loss: float,
+        exact_match: float | None = None,
+        metric: float | None = None,
+        figures: dict[str, float] | None = None,
+    ) -> None:
+        """Record an evaluation of the held-out rows. Exclude its time from the next step's speed.
+
+        `figures` are those of compared answers, as in StepResult. Their loss has no perplexity.
+        """
+        compared = figures or {}
+        perplexity = None if compared else metrics_file.perplexity(loss)
+        optional = {"eval_perplexity": perplexity, "eval_exact_match": exact_match, "eval_metric": metric}
         given = {name: number for name, number in optional.items() if number is not None}
-        self.log(eval_loss=loss, eval_perplexity=perplexity, **given)
-        text = f"held-out loss {loss:.4f}  perplexity {perplexity:.4g}"
+        self.log(eval_loss=loss, **given, **{f"eval_{name}": number for name, number in compared.items()})
+        text = f"held-out loss {loss:.4f}"
+        text += "" if perplexity is None else f"  perplexity {perplexity:.4g}"
+        text += f"  accuracy {compared['accuracy']:.1%}" if known(compared, "accuracy") else ""
+        text += f"  margin {compared['margin']:.3g}" if known(compared, "margin") else ""
         text += "" if exact_match is None else f"  exact match {exact_match:.1%}"
         text += "" if metric is None else f"  metric {metric:.4g}"
         self.progress.event(text)

@@ -27,8 +27,9 @@ SERVER_URL, SERVER_CERTIFICATE, SERVER_TOKEN = (
 """Variables with the address, and with the paths of two files that Kubernetes renews while the pod runs."""
 
 REPORTED = (
-    *("step", "loss", "eval_loss", "eval_perplexity", "eval_exact_match", "eval_metric", "grad_norm", "lr"),
-    *("tokens", "tokens_per_second", "memory_peak_bytes", "num_skipped", "save_seconds"),
+    *("step", "loss", "eval_loss", "eval_perplexity", "eval_exact_match", "eval_metric", "eval_accuracy"),
+    *("eval_margin", "accuracy", "margin", "grad_norm", "lr", "tokens", "tokens_per_second", "memory_peak_bytes"),
+    *("num_skipped", "save_seconds"),
 )
 """The keys of metrics.jsonl that are sent. A status is stored in the cluster's database, so it stays small."""
 

@@ -269,16 +269,18 @@ class ChunkedLoss:
         A plain head computes its gradients together with the logits, also where FSDP2 has derived a class from it. With
         an adapter, a bias or tensor parallelism, the backward pass recomputes the logits.
         """
-        head = self.head
-        if isinstance(head, nn.Linear) and head.bias is None and type(head.weight) is nn.Parameter:
-            return heads.cross_entropy_sum(hidden, head.weight, labels, self.scale, self.cap)
-        # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
-        keeps_rng = hasattr(head, "base_layer")
-        losses = [
-            checkpoint(self._sum_of_chunk, h, y, use_reentrant=False, preserve_rng_state=keeps_rng)
-            for h, y in self._chunks(hidden, labels)
-        ]
-        return torch.stack(losses).sum()
+        if (weight := self._plain_weight) is not None:
+            return heads.cross_entropy_sum(hidden, weight, labels, self.scale, self.cap)
+        return torch.stack([losses.sum() for losses in self._recomputed(self._losses_of_chunk, hidden, labels)]).sum()
+
+    def log_probs(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of each target, [N] in fp32, whose gradients `total` describes.
+
+        hidden: [N, H]. labels: [N].
+        """
+        if (weight := self._plain_weight) is not None:
+            return heads.log_probs(hidden, weight, labels, self.scale, self.cap)
+        return -torch.cat(self._recomputed(self._losses_of_chunk, hidden, labels))
 
     def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> PairOfTensors:
         """Return each token's loss and whether the most likely token is the target, both [N]."""
@@ -294,35 +296,48 @@ class ChunkedLoss:
 
         `bits` are those of the teacher's log-probabilities, [N, k + 1].
         """
-        size = heads.chunk_tokens(self.num_rows, hidden.device)
-        keeps_rng = hasattr(self.head, "base_layer")
-        losses = [
-            checkpoint(self._divergence_of_chunk, *part, use_reentrant=False, preserve_rng_state=keeps_rng)
-            for part in zip(*(torch.split(one, size) for one in (hidden, ids, bits)), strict=True)
-        ]
-        return torch.stack(losses).sum()
+        return torch.stack(self._recomputed(self._divergence_of_chunk, hidden, ids, bits)).sum()
 
     def most_likely(self, hidden: torch.Tensor, top: int, num_tokens: int) -> PairOfTensors:
         """Return ids [N, k] and log-probabilities [N, k + 1] of the most likely tokens (distillation.most_likely)."""
-        size = heads.chunk_tokens(self.num_rows, hidden.device)
-        parts = [distillation.most_likely(self._logits(h).clone(), top, num_tokens) for h in torch.split(hidden, size)]
+        parts = [distillation.most_likely(self._logits(h), top, num_tokens) for (h,) in self._chunks(hidden)]
         return torch.cat([ids for ids, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
 
     def _divergence_of_chunk(self, hidden: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         return distillation.divergence(self._logits(hidden), ids, bits.view(torch.float32)).sum()
 
-    def _sum_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._logits(hidden), labels, reduction="sum")
+    @property
+    def _plain_weight(self) -> torch.Tensor | None:
+        """The weight of a head that is nothing but a product with a tensor that is not divided, else None."""
+        head = self.head
+        if isinstance(head, nn.Linear) and head.bias is None and type(head.weight) is nn.Parameter:
+            return head.weight
+        return None
+
+    def _recomputed(self, of_chunk: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return a function's result for each chunk of tensors, [N, ...] each; the backward pass computes it again."""
+        # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
+        keeps_rng = hasattr(self.head, "base_layer")
+        return [
+            checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=keeps_rng)
+            for chunk in self._chunks(*tensors)
+        ]
+
+    def _losses_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self._logits(hidden), labels, reduction="none")
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.usual_forward(hidden).float()
         logits = logits if self.scale == 1 else logits * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-    def _chunks(self, hidden: torch.Tensor, labels: torch.Tensor) -> list[PairOfTensors]:
-        """Return the chunks, at least one: an engine may wait for the head's hooks."""
-        size = heads.chunk_tokens(self.num_rows, hidden.device)
-        return list(zip(torch.split(hidden, size), torch.split(labels, size), strict=True))
+    def _chunks(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return the chunks of hidden states, [N, H], and what belongs to them, at least one.
+
+        An engine may wait for the head's hooks.
+        """
+        size = heads.chunk_tokens(self.num_rows, tensors[0].device)
+        return list(zip(*(torch.split(one, size) for one in tensors), strict=True))
 
 
 def _logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from html import escape
 from pathlib import Path
 
-from gearbox.metrics.metrics_file import perplexity
 from gearbox.pages import charts, page
 from gearbox.pages.charts import Chart, Line
 from gearbox.pages.run_data import Column, RunData
@@ -19,6 +18,9 @@ NOT_SHOWN = {"run.name", "run.dir"}  # keys that differ in every pair of runs
 CURVES = (  # title, key, unit, whether the curve is smoothed, and whether its scale starts at 0
     ("Held-out loss", "eval_loss", "nats per token", False, False),
     ("Loss, moving mean", "loss", "nats per token", True, False),
+    ("Held-out reward accuracy", "eval_accuracy", "percent", False, True),
+    ("Held-out reward margin", "eval_margin", "", False, True),
+    ("KL divergence, moving mean", "kl", "nats", True, True),
     ("Exact match", "eval_exact_match", "percent", False, True),
     ("Learning rate", "lr", "", False, True),
     ("Gradient norm, moving mean", "grad_norm", "", True, True),
@@ -28,7 +30,9 @@ CURVES = (  # title, key, unit, whether the curve is smoothed, and whether its s
 BY_TOKENS = ("eval_loss", "loss")
 RESULTS: tuple[tuple[str, str, Callable[[RunData], float], str, int], ...] = (  # and -1 if less is better, 1 if more is
     ("held-out loss", "eval_loss", lambda run: run.of_model("eval_loss"), "", -1),
-    ("perplexity", "eval_loss", lambda run: perplexity(run.of_model("eval_loss")), "", -1),
+    ("perplexity", "eval_loss", lambda run: run.perplexity, "", -1),
+    ("accuracy", "eval_accuracy", lambda run: run.of_model("eval_accuracy"), "percent", 1),
+    ("margin", "eval_margin", lambda run: run.of_model("eval_margin"), "", 0),
     ("exact match", "eval_exact_match", lambda run: run.of_model("eval_exact_match"), "percent", 1),
     ("last loss", "loss", lambda run: run.column("loss").last, "", 0),
     ("tokens/s", "tokens_per_second", lambda run: run.column("tokens_per_second").median, "", 1),
@@ -67,16 +71,19 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Return the table of results. The best figure of each column is bold and labelled."""
     columns = [[measure(run) for run in runs] for _, _, measure, _, _ in RESULTS]
     used = [place for place, values in enumerate(columns) if any(map(math.isfinite, values))]
+    has_one_loss = len({run.objective for run in runs}) == 1
     lines = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):
         word, colour = WORDS.get(run.outcome, WORDS["unknown"])
         seconds = run.column("seconds").last
         cells = [f"<td>{escape(name)}</td>", f'<td class="{colour}">{word}</td>']
         for place in used:
-            _, key, _, unit, direction = RESULTS[place]
+            heading, key, _, unit, direction = RESULTS[place]
             value = columns[place][number]
-            text = value_label(value, unit) if run.column(key).steps else "-"
-            is_best = direction and text == _best(columns[place], unit, direction)
+            has_none = not run.column(key).steps or (run.compares and heading == "perplexity")
+            text = "-" if has_none else value_label(value, unit)
+            is_ranked = direction and (has_one_loss or heading != "held-out loss")
+            is_best = is_ranked and text == _best(columns[place], unit, direction)
             cells.append(f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>")
         tokens = run.column("tokens").last
         facts = run.facts
@@ -136,7 +143,8 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Chart]:
                 lines.append(Line(name, [x for x, _ in points], [y for _, y in points], style, colour, dash))
             log = None if key in ("loss", "eval_loss", "grad_norm") else False
             x_name = "token" if by_tokens else "step"
-            yield Chart(title, lines, unit, x_name, from_zero, log)
+            units = {run.unit_of_loss for run in runs} if key in BY_TOKENS else {unit}
+            yield Chart(title, lines, " or ".join(sorted(units)), x_name, from_zero, log)
 
 
 def _tokens_at(run: RunData, column: Column) -> list[float]:

@@ -9,14 +9,22 @@ from gearbox.pages.charts import Chart, Line
 from gearbox.pages.run_data import PARTS, RunData
 from gearbox.pages.scale import moving_mean
 
+LABELLED = {"chosen": "good", "rejected": "bad"}  # the names under kto, whose answers need no partner
 AREA_POINTS = 200  # of a stacked chart, each the mean of its steps
 NOISY = ("Gradient norm", "Tokens per second")
+FIGURES = (  # of compared answers: title, unit, and each line's name by its key
+    ("Reward accuracy", "percent", {"accuracy": "accuracy"}),
+    ("Reward margin", "", {"margin": "margin"}),
+    ("Rewards", "", {"reward_chosen": "chosen", "reward_rejected": "rejected"}),
+    ("KL divergence, estimated", "nats", {"kl": "KL"}),
+)
 STACK_COLOURS = (7, 1, 4, 6, 3, 2)  # of PARTS
 
 
 def charts(run: RunData) -> Iterator[Chart]:
     """Yield the charts of what the run has measured."""
     yield losses(run)
+    yield from _figures(run)
     if times := time_of_a_step(run):
         yield times
     exact = [("eval_exact_match", "exact match"), ("eval_metric", "metric of eval.metric")]
@@ -53,7 +61,24 @@ def losses(run: RunData) -> Chart:
         "failed save": [(step, f"step {step:,} could not be saved: {why}") for step, why in marks.failed_saves],
     }
     bars = [step for step, _ in marks.resumes]
-    return Chart("Loss", lines, "nats per token", signs={k: [*v] for k, v in signs.items()}, bars=bars, is_wide=True)
+    return Chart("Loss", lines, run.unit_of_loss, signs={k: [*v] for k, v in signs.items()}, bars=bars, is_wide=True)
+
+
+def _figures(run: RunData) -> Iterator[Chart]:
+    """Yield the charts of compared answers: means over steps, and held-out values."""
+    for title, unit, names in FIGURES:
+        lines = []
+        for place, (key, usual) in enumerate(names.items()):
+            name = LABELLED.get(usual, usual) if run.objective == "kto" else usual
+            steps, held_out = run.column(key), run.column(f"eval_{key}")
+            means, size = moving_mean(steps.values)
+            colour = 2 * place + 1
+            if len(names) == 1:
+                lines.append(Line(f"{name} of each step", steps.steps, steps.values, "faint", colour))
+            lines.append(Line(f"{name}, mean of {size} steps", steps.steps, means, "line", colour, dash=2 * place))
+            lines.append(Line(f"{name}, held out", held_out.steps, held_out.values, "dots", colour + 1, dash=1))
+        bars = [step for step, _ in run.marks.resumes]
+        yield Chart(title, lines, unit, from_zero=True, log=False, bars=bars)
 
 
 def _simple(run: RunData, title: str, names: dict[str, str], unit: str = "", colour: int = 0) -> Chart:

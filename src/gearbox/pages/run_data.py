@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import psutil
 import yaml
 
 from gearbox import filesystem
 from gearbox.config.loader import YAML_ERRORS
+from gearbox.config.recipe_values import JUDGED
 from gearbox.errors import UserError
 from gearbox.launch import outcome
 from gearbox.metrics import metrics_file
@@ -29,11 +30,13 @@ from gearbox.pages import run_facts
 from gearbox.pages.run_facts import RunFacts
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "save")  # of a step's time, as in seconds_data
+FIGURES = ("accuracy", "margin", "reward_chosen", "reward_rejected", "kl")  # of compared answers
 COLUMNS = (
     *("loss", "eval_loss", "eval_perplexity", "eval_exact_match", "eval_metric"),
     *("grad_norm", "lr", "tokens", "tokens_supervised", "tokens_per_second", "tokens_per_second_per_device", "mfu"),
     *("memory_bytes", "memory_peak_bytes", "memory_predicted_bytes", "seconds", "num_skipped", "idle"),
     *("router_loss", "expert_load", "rank_load", *(f"seconds_{part}" for part in PARTS)),
+    *(*FIGURES, *(f"eval_{figure}" for figure in FIGURES)),
 )
 FILES = ("metrics.jsonl", "status.json", "run.json", "resolved.yaml")  # a run's folder has one of them at least
 MAX_ANSWERS = 2000  # lines of answers.jsonl that are shown; the newest of each question are among the last ones
@@ -49,6 +52,8 @@ class Answer(TypedDict):
     step: int
     question: str
     expected: str | None
+    rejected: NotRequired[str]
+    """The other answer of a pair, whose chosen one is `expected`."""
     answer: str
 
 
@@ -140,6 +145,28 @@ class RunData:
     def last_step(self) -> int:
         """The last step that any line records."""
         return int(max((column.steps[-1] for column in self.columns.values() if column.steps), default=0))
+
+    @property
+    def objective(self) -> str:
+        """The objective of the run, such as dpo; sft if the recipe names none."""
+        return str(self.recipe.get("train.objective") or "sft")[:MAX_LETTERS]
+
+    @property
+    def compares(self) -> bool:
+        """True if the run compares answers, whose loss is not one of tokens."""
+        return self.objective in JUDGED or any(self.column(f"{of}accuracy").steps for of in ("", "eval_"))
+
+    @property
+    def unit_of_loss(self) -> str:
+        """What the loss is a mean of."""
+        if not self.compares:
+            return "nats per token"
+        return "per answer" if self.objective == "kto" else "per pair"
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the held-out loss of the saved model; NaN without one, and for compared answers."""
+        return math.nan if self.compares else metrics_file.perplexity(self.of_model("eval_loss"))
 
     def of_model(self, key: str) -> float:
         """Return a figure at the step of the saved model, or else the last one; NaN without one."""
@@ -256,6 +283,8 @@ def _answers(path: Path) -> Iterator[Answer]:
         if isinstance(question, str) and isinstance(answer, str):
             known = expected if isinstance(expected, str) else None
             one = Answer(step=record["step"], question=question, expected=known, answer=answer)
+            if isinstance(rejected := record.get("rejected"), str):
+                one["rejected"] = rejected
             kept[question, one["step"]] = one  # an answer that is asked again after a resume replaces the first
     found = sorted(kept.values(), key=lambda one: one["step"])
     yield from [one for one in found[:-MAX_ANSWERS] if one["step"] == found[0]["step"]]

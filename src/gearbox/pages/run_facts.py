@@ -83,6 +83,8 @@ class RunFacts:
     """The lines that the run printed at its start, by label."""
     documents: list[tuple[str, list[tuple[str, bool]]]] = field(default_factory=list)
     """Place of some training documents, and their text in pieces, each with whether it is trained."""
+    sides: list[str] = field(default_factory=list)
+    """Side of each of the documents, such as chosen, if answers are compared; else empty."""
 
     @property
     def devices(self) -> list[RankDevice]:
@@ -120,10 +122,13 @@ def begin(
     plan: Plan,
     devices: Sequence[RankDevice],
     versions: dict[str, str],
-    documents: list[tuple[str, list[tuple[str, bool]]]],
+    documents: Sequence[tuple[str, list[tuple[str, bool]], str]],
     step: int,
 ) -> RunFacts:
-    """Return the facts of a run that starts at `step`, with those of its earlier starts."""
+    """Return the facts of a run that starts at `step`, with those of its earlier starts.
+
+    `documents` are places, texts in pieces, and sides.
+    """
     before, job = read(plan.folder), plan.job
     commit = commit_of(ROOT)
     start = Start(time.strftime(TIME_FORMAT), step, job.gear.name, len(devices), commit)
@@ -144,7 +149,8 @@ def begin(
         num_weights=plan.num_weights[1],
         memory_available_bytes=None if plan.fit is None else plan.fit.available,
         plan=plan.lines(),
-        documents=[(place, _shortened(pieces)) for place, pieces in documents],
+        documents=[(place, _shortened(pieces)) for place, pieces, _ in documents],
+        sides=[side for _, _, side in documents if side],
     )
     if step == 0 or not before.started:
         return facts

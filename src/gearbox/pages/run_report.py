@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 
 import yaml
@@ -68,7 +69,9 @@ def _header(run: RunData) -> str:
     """Return the name of the run, its state and what it is."""
     facts, (word, colour) = run.facts, WORDS.get(run.outcome, WORDS["unknown"])
     updated = str(run.status.get("time", ""))
-    first = " · ".join(filter(None, (f"{facts.model}, {facts.method}" if facts.model else "", _gear(run))))
+    objective = f", {run.objective}" if run.objective != "sft" else ""
+    what = f"{facts.model}, {facts.method}{objective}" if facts.model else ""
+    first = " · ".join(filter(None, (what, _gear(run))))
     dates = [f"started {day(facts.started)}" if facts.started else "", duration_of(run)]
     text = str(run.status.get("text") or "")
     lines = [
@@ -133,10 +136,17 @@ def _results(run: RunData) -> Iterator[str]:
         yield page.tile(
             "held-out loss" if held_out.steps else "loss of a step", value_label(last), change, is_main=True
         )
-    if held_out.steps:
+    if held_out.steps and not run.compares:
         change = f"from {value_label(perplexity(held_out.first))}" if has_first else ""
-        yield page.tile("held-out perplexity", value_label(perplexity(run.of_model("eval_loss"))), change)
-    for key, name, unit in (("eval_exact_match", "exact match", "percent"), ("eval_metric", "metric", "")):
+        yield page.tile("held-out perplexity", value_label(run.perplexity), change)
+    of = "eval_" if run.column("eval_accuracy") else ""
+    named = "held-out {}" if of else "{} of a step"
+    for key, name, unit in (
+        (f"{of}accuracy", named.format("accuracy"), "percent"),
+        (f"{of}margin", named.format("margin"), ""),
+        ("eval_exact_match", "exact match", "percent"),
+        ("eval_metric", "metric", ""),
+    ):
         if column := run.column(key):
             change = f"from {value_label(column.first, unit)}" if len(column.steps) > 1 else ""
             yield page.tile(name, value_label(run.of_model(key), unit), change)
@@ -193,7 +203,9 @@ def _answers(run: RunData) -> Iterator[str]:
     cards = []
     for question, answers in shown:
         first, last, expected = answers[0], answers[-1], answers[-1]["expected"]
-        rows = [("question", _cut(question)), *([("expected", _cut(expected))] if expected is not None else [])]
+        rejected = answers[-1].get("rejected")
+        known = [("expected" if rejected is None else "chosen", expected), ("rejected", rejected)]
+        rows = [("question", _cut(question)), *((name, _cut(text)) for name, text in known if text is not None)]
         rows += [(f"step {one['step']:,}", _cut(one["answer"])) for one in ([first, last][: len(answers)])]
         between = ""
         if len(answers) > 2:
@@ -215,20 +227,30 @@ def _verdict(answer: Answer) -> str:
     """Return whether the last answer is the expected one."""
     if answer["expected"] is None:
         return ""
-    is_equal = answer["answer"].strip() == answer["expected"].strip()
-    text = "The last answer is the expected one." if is_equal else "The last answer differs from the expected one."
-    return f'<p class="{"good" if is_equal else "muted"}">{text}</p>'
+    said, rejected = answer["answer"].strip(), answer.get("rejected")
+    expected = "expected" if rejected is None else "chosen"
+    if said == answer["expected"].strip():
+        return f'<p class="good">The last answer is the {expected} one.</p>'
+    if rejected is None:
+        return '<p class="muted">The last answer differs from the expected one.</p>'
+    if said == rejected.strip():
+        return '<p class="bad">The last answer is the rejected one.</p>'
+    return '<p class="muted">The last answer differs from both.</p>'
 
 
 def _documents(run: RunData) -> Iterator[str]:
     """Yield the sample documents with their trained text marked."""
     if not run.facts.documents:
         return
-    documents = "".join(
-        f'<div class="doc"><code>{escape(place)}</code>\n{"".join(_piece(*piece) for piece in pieces)}</div>'
-        for place, pieces in run.facts.documents
-    )
-    legend = "<p>Text that is <mark>bold, underlined and shaded</mark> is trained. The rest is context.</p>"
+    documents, above = "", ""
+    for (place, pieces), side in zip_longest(run.facts.documents, run.facts.sides[: len(run.facts.documents)]):
+        text = "".join(_piece(*piece) for piece in pieces)
+        heading = f"<code>{escape(place)}</code>\n" if place != above or not side else ""
+        label = f'<span class="muted">{escape(side)}</span>\n' if side else ""
+        documents += f'<div class="doc">{heading}{label}{text}</div>'
+        above = place
+    use = "is compared" if any(run.facts.sides) else "is trained"
+    legend = f"<p>Text that is <mark>bold, underlined and shaded</mark> {use}. The rest is context.</p>"
     yield f"<h2>Training documents</h2>{legend}{page.card(documents)}"
 
 

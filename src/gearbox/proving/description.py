@@ -43,7 +43,7 @@ def describe(user_recipe: Recipe) -> Facts:
     is_own = Path(tokenizer.name_or_path) != loading.TINY or Path(model.name).resolve() == loading.TINY
     _, _, rows = stream.load_data(recipe, tokenizer, Builder(tell=make_console(speaks=True).print))
     _, tokens, _ = next(iter(rows.training.first_chunks(1)))
-    place, runs = preview.first_documents(rows.training, tokenizer, 1)[0]
+    place, runs, _ = preview.first_documents(rows.training, tokenizer, 1)[0]
     return Facts(
         family=config.model_type,
         architecture=", ".join(config.architectures or []) or type(config).__name__,

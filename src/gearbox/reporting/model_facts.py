@@ -50,8 +50,8 @@ class Found(NamedTuple):
     """The reason why the tokenizer was not read, if it was not."""
 
 
-def read(model: str, data: Data) -> ModelFacts:
-    """Return the facts of a folder or Hub id. `data` decides whether it needs a chat template.
+def read(model: str, data: Data, forms: tuple[str, ...]) -> ModelFacts:
+    """Return the facts of a folder or Hub id. The data, in these formats, decide whether it needs a chat template.
 
     Raise UserError for a model that cannot be trained.
     """
@@ -82,7 +82,9 @@ def read(model: str, data: Data) -> ModelFacts:
     if len(tokenizer) > rows:
         note = f"The tokenizer has {len(tokenizer):,} tokens, but the model only {rows:,}: the rest cannot be trained."
         facts = replace(facts, note=note)
-    return _with_template(facts, tokenizer, data)
+    if not tokenizer.chat_template and _are_texts(data, forms):
+        return replace(facts, template="text", ends=tokenizer.eos_token or "")
+    return _with_template(facts, tokenizer)
 
 
 def _is_hub_reachable() -> bool:
@@ -200,19 +202,17 @@ def _positions(config: PretrainedConfig | None, raw: Config) -> int | None:
     return number if type(number) is int and number > 0 else None
 
 
-def _are_texts(data: Data) -> bool:
+def _are_texts(data: Data, forms: tuple[str, ...]) -> bool:
     """Return True if the first record of every file is plain text. Data that are elsewhere are taken for chats."""
     if not all(is_local(source.path) and not is_prepared(source.path) for source in data.sources):
         return False
-    items = [next(RecordReader([origin], data).items()) for origin in sources.find(data.sources)]
+    items = [next(RecordReader([origin], data, forms).items()) for origin in sources.find(data.sources)]
     return {item.names.form for item in items} == {"text"}
 
 
-def _with_template(facts: ModelFacts, tokenizer: PreTrainedTokenizerFast, data: Data) -> ModelFacts:
+def _with_template(facts: ModelFacts, tokenizer: PreTrainedTokenizerFast) -> ModelFacts:
     """Return the facts with the chat template to use, and the token that ends a turn."""
     if not tokenizer.chat_template:
-        if _are_texts(data):
-            return replace(facts, template="text", ends=tokenizer.eos_token or "")
         known = tokenizer.get_vocab()
         added = tuple(mark for mark in CHATML_MARKS if mark not in known)
         return replace(facts, template="chatml", ends=CHATML_MARKS[1], added=added)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from gearbox.checkpoint.disk_space import DiskPlan
 from gearbox.config.job import Job
 from gearbox.config.recipe import Recipe
-from gearbox.config.recipe_values import TITLES
+from gearbox.config.recipe_values import TITLES, WITH_REFERENCE
 from gearbox.console import Screen, styled
 from gearbox.data.corpus import MappedCorpus
 from gearbox.distributed.verification import EngineFacts
@@ -88,6 +88,7 @@ class Plan:
             step += f" - {_count(batch.num_empty_rows, 'empty row')}"
         lines = {
             "model": model,
+            **({"objective": described(recipe)} if recipe.compares else {}),
             "batch": step,
             "optimizer": f"{recipe.optim.name}, lr {recipe.optim.lr:g}, gradient clip {recipe.optim.max_grad_norm:g}",
             "schedule": f"{recipe.schedule.name}, {_count(self.num_steps, 'step')}",
@@ -100,6 +101,20 @@ class Plan:
     def show(self, screen: Screen) -> None:
         """Print the lines."""
         show_lines(screen, self.lines())
+
+
+def described(recipe: Recipe) -> str:
+    """Return an objective that compares answers, with the settings that it has."""
+    objective, settings = recipe.train.objective, recipe.preference
+    facts = {"beta": settings.beta_of(objective)}
+    if objective in ("dpo", "simpo"):
+        facts |= {"label smoothing": settings.label_smoothing, "margin": settings.margin_of(objective)}
+    if objective == "kto":
+        facts |= {"weight of good answers": settings.desirable_weight, "of bad ones": settings.undesirable_weight}
+    facts["weight of the usual loss"] = settings.sft_weight_of(objective)
+    shown = [f"{name} {value:g}" for name, value in facts.items() if value or name == "beta"]
+    reference = "" if objective in WITH_REFERENCE else "; no reference"
+    return f"{objective}: {', '.join(shown)}{reference}"
 
 
 def shortened(recipe: Recipe, full_size: Recipe) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,7 +103,7 @@ class PackedRows:
         rows = cls.__new__(cls)
         loaded = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in FILES]
         facts = filesystem.read_json_object(folder / FACTS)
-        rows.documents, rows.chunks = corpus, Chunks(*loaded[:4], facts.get("unit_size", 1))
+        rows.documents, rows.chunks = corpus, replace(Chunks(*loaded[:4]), unit_size=facts.get("unit_size", 1))
         rows.row_tokens, rows.pad_token, rows.packing = row_tokens, pad_token, packing
         rows.members, rows.starts, rows.num_tokens, rows.targets = loaded[4:]
         rows.group_sizes = facts["group_sizes"]

@@ -111,8 +111,8 @@ class Chunks:
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Chunks:
         """Return the chunks selected by a mask or a list of indices."""
-        arrays = (self.document, self.start, self.length, self.targets)
-        return Chunks(*(array[chosen] for array in arrays), self.unit_size)
+        document, start, length, targets = self.document, self.start, self.length, self.targets
+        return Chunks(document[chosen], start[chosen], length[chosen], targets[chosen], self.unit_size)
 
     def ends(self, num_documents: int) -> NDArray[np.int64]:
         """Return the number of leading tokens that these chunks cover in each document, [num_documents]."""

@@ -94,7 +94,7 @@ class Preparation:
         """Make the shards of a part that do not exist yet. Return the number of shards of all parts."""
         if (index := self._finished()) is not None:
             return len(index.shards)
-        reader, number = RecordReader(self.origins, self.recipe.data), -1
+        reader, number = RecordReader(self.origins, self.recipe.data, self.recipe.forms), -1
         for number, items in groupby(self._in_blocks(reader.items()), key=itemgetter(0)):
             folder = self.folder / SHARDS / f"{number:05}"
             if number % num_parts == part and not folder.exists():

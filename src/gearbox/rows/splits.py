@@ -42,6 +42,8 @@ class Sample:
     """Tokens before the answer."""
     answer: str | None
     """None if there is no correct answer, as for a question of eval.prompts."""
+    rejected: str | None = None
+    """The rejected answer of a pair, whose chosen one is `answer`."""
 
 
 @dataclass(frozen=True)
@@ -319,5 +321,6 @@ def find_samples(rows: PackedRows, questions: list[Question], num_samples: int) 
         is_there = first < len(chunks) and chunks.document[first] == document and chunks.start[first] == 0
         if len(samples) < num_samples and is_there:
             prompt = int(np.argmax(corpus.loss_mask(document)[: chunks.length[first]]))
-            samples.append(Sample(kept.question, corpus.tokens(document)[:prompt].tolist(), kept.answer))
+            tokens = corpus.tokens(document)[:prompt].tolist()
+            samples.append(Sample(kept.question, tokens, kept.answer, kept.rejected))
     return [sample for sample in samples if sample.prompt]

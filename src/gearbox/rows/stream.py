@@ -152,6 +152,11 @@ def load_data(
     """Return the documents and rows of data.path: prepared shards, or files that are tokenized and packed."""
     path = recipe.data.path
     if isinstance(path, str) and is_prepared(path):
+        if recipe.train.objective != "sft":
+            raise UserError(
+                f"data.path: {path} has prepared shards, but train.objective={recipe.train.objective} reads files; "
+                "give the files that the shards were made from"
+            )
         return _open_stream(recipe, tokenizer, builder)
     for source in [*listed(path), *listed(recipe.eval.path or [])]:
         if is_prepared(source.path):

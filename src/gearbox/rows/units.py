@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox.config.recipe import Recipe
+from gearbox.data.judged_answers import hashes_of_pairs
 from gearbox.rows.packing import Chunks, Corpus, Documents
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ IGNORE_INDEX = -100  # label of an untrained target; torch's cross entropy skips
 SMALLEST_PASS = 8  # tokens of a pass without targets
 GOOD, BAD, NOT_COMPARED = 0, 1, -1
 """The sides of an answer. One that is not compared only measures how far the model has moved."""
-
-
-def hash_of_pair(first: int, second: int) -> int:
-    """Return the hash of two documents in order, given the hash of each."""
-    return xxhash.xxh3_64_intdigest(np.array([first, second], "<u8").tobytes())
 
 
 class MismatchedCorpus:
@@ -182,10 +178,11 @@ def usable_pairs(chunks: Chunks, corpus: Corpus, hashes: NDArray[np.uint64]) -> 
 
 def hashes_of_records(corpus: Corpus, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the hashes of documents, [n], where the two documents of a pair have the hash of both."""
-    found = hashes.copy()
-    number, origin = corpus.record_numbers, corpus.origin_ids
-    for first in np.flatnonzero((number[1:] == number[:-1]) & (origin[1:] == origin[:-1])).tolist():
-        found[first : first + 2] = hash_of_pair(int(hashes[first]), int(hashes[first + 1]))
+    found, number, origin = hashes.copy(), corpus.record_numbers, corpus.origin_ids
+    if isinstance(corpus, MismatchedCorpus):  # whose pairs are also two documents of one record
+        return np.repeat(hashes_of_records(corpus.corpus, hashes[::2]), 2)
+    first = np.flatnonzero((number[1:] == number[:-1]) & (origin[1:] == origin[:-1]))
+    found[first] = found[first + 1] = hashes_of_pairs(hashes[first], hashes[first + 1])
     return found
 
 
@@ -199,10 +196,10 @@ class ComparedAnswers:
     """The reference's log-probability of each chunk's answer, [n], or None without a reference."""
 
     @classmethod
-    def of(cls, recipe: Recipe, corpus: Corpus, chunks: Chunks) -> ComparedAnswers:
+    def of(cls, corpus: Documents, chunks: Chunks) -> ComparedAnswers:
         """Return the answers of these chunks, without a reference."""
         is_second = chunks.document % 2
-        if recipe.train.objective == "kto":
+        if isinstance(corpus, MismatchedCorpus):
             own = np.where(corpus.labels[chunks.document] > 0, GOOD, BAD)
             return cls(np.where(is_second, NOT_COMPARED, own).astype(np.int8), None)
         return cls(np.where(is_second, BAD, GOOD).astype(np.int8), None)

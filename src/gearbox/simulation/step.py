@@ -141,7 +141,9 @@ def _pretend(gpu: FakeGPU) -> None:
     for owner, name in (
         (head._CrossEntropySum, "forward"),
         (head._CrossEntropySum, "backward"),
-        (loss.ChunkedLoss, "_sum_of_chunk"),
+        (head._CrossEntropies, "forward"),
+        (head._CrossEntropies, "backward"),
+        (loss.ChunkedLoss, "_losses_of_chunk"),
     ):
         function = gpu.as_term("head", getattr(owner, name))
         setattr(owner, name, function if owner is loss.ChunkedLoss else staticmethod(function))

@@ -160,7 +160,7 @@ def prepare(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, wa
         return True
     parts = {"training": rows.training, "held_out": rows.held_out}
     for part in parts.values():
-        part.answers = ComparedAnswers.of(recipe, part.documents, part.chunks)
+        part.answers = ComparedAnswers.of(part.documents, part.chunks)
     if recipe.train.objective not in WITH_REFERENCE:
         return True
     key = engine.world.decide(lambda: _key(engine, data.digest, parts))

@@ -162,9 +162,13 @@ class Questions:
         """Return the lines of answers.jsonl for the samples and the prompts."""
         asked = [*self.held_out, *self.prompts]
         numbers = [*range(len(self.held_out))[: recipe.samples], *range(len(self.held_out), len(asked))]
-        return [
-            Line(step=step, question=asked[i].question, expected=asked[i].answer, answer=answers[i]) for i in numbers
-        ]
+        lines = []
+        for one, answer in [(asked[i], answers[i]) for i in numbers]:
+            line = Line(step=step, question=one.question, expected=one.answer, answer=answer)
+            if one.rejected is not None:
+                line["rejected"] = one.rejected
+            lines.append(line)
+        return lines
 
     def score(self, recipe: Eval, answers: list[str], keep_going: Callable[[], bool]) -> float | None:
         """Return the mean score of the held-out answers, or None without a metric or if `keep_going` returns False."""

@@ -55,7 +55,7 @@ from gearbox.training.run_folder import Run
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2}
 # Largest change of a token's loss when another document in its row changes, by precision.
 LEAK_TOLERANCE = {"no": 1e-4, "bf16": 3e-2}
-NUM_SHOWN_DOCUMENTS = 5  # in the report
+NUM_SHOWN_RECORDS = 5  # in the report
 NARROW_LAYERS = 3  # of the narrow copy that tests whether a model family splits into stages
 
 
@@ -364,10 +364,10 @@ def announce(plan: Plan, data: TrainingData, rows: TrainingRows, run: Run, world
                 f"hint: step {run.state.step} was the short last step of the earlier train.epochs; the {missing} rows "
                 "that it lacked are left out of this epoch"
             )
-    first = preview.first_documents(rows.training, data.tokenizer, 1)
+    first = preview.first_documents(rows.training, data.tokenizer, 1, plan.job.recipe)
     preview.show(world.screen, first, preview.SHOWN_CHARACTERS)
     devices = world.rank_devices()
     if world.rank == 0:
         run.write_dropped(rows.dropped())
-        documents = preview.first_documents(rows.training, data.tokenizer, NUM_SHOWN_DOCUMENTS)
+        documents = preview.first_documents(rows.training, data.tokenizer, NUM_SHOWN_RECORDS, plan.job.recipe)
         run.write_facts(run_facts.begin(plan, devices, run_folder.versions(), documents, run.state.step))
