@@ -277,5 +277,5 @@ def test_unknown_logits_are_taken_from_the_model(train, gemma, monkeypatch):
         outcome = train(gear, *settings)
         assert "loss                    full logits of the model's own forward" in outcome.output
         assert outcome.losses == pytest.approx(usual.losses, rel=1e-5)
-    monkeypatch.setattr(loss, "_loss_of_logits", lambda logits, labels: (logits[:, 0], logits[:, 0] > 0))
+    monkeypatch.setattr(loss, "_loss_of_logits", lambda logits, *_: (logits[:, 0], logits[:, 0] > 0))
     assert "the family gemma2 transforms its logits in an unknown way" in train("single", *settings).output
