@@ -23,7 +23,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherFacts:
-    """What about.json says of a folder."""
+    """Describe a folder in about.json."""
 
     teacher: str
     """Identifies the teacher's weights."""

@@ -48,7 +48,7 @@ def log_probs(
 
 
 class _Context(Protocol):
-    """What autograd gives to a function, and what the functions here keep in it."""
+    """Name what autograd gives to a function, and what the functions here keep in it."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[torch.Tensor, ...]

@@ -55,7 +55,7 @@ class LossPath:
 
 @dataclass(frozen=True)
 class Distilling:
-    """What the head needs to learn from a teacher's probabilities, or to return them."""
+    """Give the head what it needs to learn from a teacher's probabilities, or to return them."""
 
     known: tuple[torch.Tensor, ...] = ()
     """Those of a teacher, as in TEACHER_INPUTS, for all tokens [N, ...]."""
@@ -65,7 +65,7 @@ class Distilling:
 
 @dataclass
 class Comparison:
-    """Compare the answers of a step. Its numbers are those of the complete step; the loop sets them before each step."""
+    """Compare the answers of a step. The loop sets its numbers, which are those of the complete step, before it."""
 
     objective: str
     settings: Preference
