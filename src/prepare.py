@@ -48,11 +48,7 @@ def main(arguments: list[str]) -> None:
     part, num_parts = options.part or environment.part_of_slurm_array() or (0, 1)
     hints: list[str] = []
     recipe = load_recipe(recipe_path, overrides, hints.append)
-    if recipe.train.objective != "sft":
-        raise UserError(
-            f"train.objective: {recipe.train.objective} reads files, and no prepared shards; train with these files as "
-            "data.path"
-        )
+    refuse_objective(recipe.train.objective)
 
     from gearbox.console import make_console
     from gearbox.model import loading
@@ -79,6 +75,14 @@ def main(arguments: list[str]) -> None:
     )
     rows = sum(shard.rows for shard in index.shards)
     screen.print(f"{rows:,} rows in {len(index.shards):,} shards; train with data.path={folder}")
+
+
+def refuse_objective(objective: str) -> None:
+    """Raise UserError for an objective that does not train on prepared shards."""
+    if objective != "sft":
+        raise UserError(
+            f"train.objective: {objective} reads files, and no prepared shards; train with these files as data.path"
+        )
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -93,6 +93,26 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(monkeypatch, batch,
         assert installed(**best)[1].all()
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", ["Llama", "Phi", "Gemma2", "Cohere"])
+def test_log_probs_are_those_of_the_passes_without_gradients(monkeypatch, batch, family, method):
+    monkeypatch.setattr(head, "chunk_tokens", lambda *_: 7)
+    model = make(family) if method == "full" else adapted(make(family))
+    causal_lm = loss.without_adapter(model)
+    outputs, (scale, cap) = causal_lm.get_output_embeddings(), loss._logit_shape(causal_lm.config)
+    chunked = loss.ChunkedLoss(outputs, outputs.forward, VOCABULARY, scale, cap)
+    labels, trained = batch["labels"].flatten().abs(), [p for p in outputs.parameters() if p.requires_grad]
+    hidden = torch.randn(len(labels), 32, requires_grad=True)
+
+    found, weights = chunked.log_probs(hidden, labels), torch.rand(len(labels))
+    losses, _ = chunked.by_token(hidden, labels)
+    assert torch.allclose(found, -losses, rtol=1e-6, atol=1e-6)
+    right = torch.autograd.grad(-(losses * weights).sum(), [hidden, *trained])
+    for ours, theirs in zip(torch.autograd.grad((found * weights).sum(), [hidden, *trained]), right, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert chunked.log_probs(hidden[:0], labels[:0]).shape == (0,), "an engine may wait for the head's hooks"
+
+
 @pytest.mark.parametrize("family", ["Gemma2", "Granite", "Cohere"])
 def test_without_scale_or_cap_these_families_have_a_different_loss(monkeypatch, batch, family):
     right = plain(make(family), batch)[0]
@@ -257,5 +277,5 @@ def test_unknown_logits_are_taken_from_the_model(train, gemma, monkeypatch):
         outcome = train(gear, *settings)
         assert "loss                    full logits of the model's own forward" in outcome.output
         assert outcome.losses == pytest.approx(usual.losses, rel=1e-5)
-    monkeypatch.setattr(loss, "_loss_of_logits", lambda logits, labels: (logits[:, 0], logits[:, 0] > 0))
+    monkeypatch.setattr(loss, "_loss_of_logits", lambda logits, *_: (logits[:, 0], logits[:, 0] > 0))
     assert "the family gemma2 transforms its logits in an unknown way" in train("single", *settings).output

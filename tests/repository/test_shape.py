@@ -17,12 +17,12 @@ LAUNCHER_VARIABLES = (
 )
 
 MAX_FILES_OF_FOLDER = 10  # without __init__.py, which holds one line about the folder
-MAX_COMMANDS = 16  # files directly in src
+MAX_COMMANDS = 17  # files directly in src
 MAX_LINES_OF_FILE = 400
 MAX_LINES_OF_FUNCTION = 60
 MAX_PARAMETERS = 6  # without self
 MAX_COMPLEXITY = 20  # McCabe complexity, computed by radon
-MAX_ANY = 130  # in all of src
+MAX_ANY = 132  # in all of src
 MAX_SHARE_OF_ANY = 0.06  # of annotated parameters
 MAX_FMT_SKIPS = 10
 MIN_SHARE_OF_DOCSTRINGS = 0.95  # of public functions and classes

@@ -65,6 +65,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Said]], ...] = (
     model.targets,
     model.added_tokens,
     documents.records,
+    documents.teacher,
     tokenizer.template,
     tokenizer.tokens,
     hardware.precision,

@@ -17,6 +17,7 @@ from gearbox.data import judged_answers, row_formats, sources
 from gearbox.data.records import RecordReader
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.data.sources import Origin, Unreadable, parse_json
+from gearbox.data.teacher_files import TeacherFacts
 from gearbox.errors import UserError, nearest, one_line
 from gearbox.filesystem import MAX_SMALL_BYTES, read_limited
 
@@ -127,3 +128,13 @@ def records(subject: Subject) -> Iterator[Said]:
                 yield subject.say(text.replace("data.path", found.key, 1), severity)
             else:
                 yield Said(text, severity)
+
+
+def teacher(subject: Subject) -> Iterator[Said]:
+    """Check that the folder with a teacher's probabilities is complete."""
+    folder = subject.recipe.train.teacher
+    if folder is not None:
+        try:
+            TeacherFacts.read(Path(folder))
+        except UserError as error:
+            yield subject.say(str(error))

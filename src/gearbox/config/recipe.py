@@ -115,8 +115,9 @@ class Data(Group):
 
     path: Paths
     """File (.jsonl, .json, .parquet, .csv, .txt), folder or glob of files, dataset saved by `datasets`, Hub dataset
-    id, or `builtin:tasks`, `builtin:forms` or `builtin:preferences`. A list such as `[a.jsonl, b.jsonl]` mixes several; an item may also be
-    `{path, weight, split, fields}`. Also the folder or URL of shards that src/prepare.py wrote."""
+    id, or built-in data: `builtin:tasks`, `builtin:forms` or `builtin:preferences`. A list such as `[a.jsonl, b.jsonl]`
+    mixes several; an item may also be `{path, weight, split, fields}`. Also the folder or URL of shards that
+    src/prepare.py wrote."""
     split: str = "train"
     """Split of a Hub or saved dataset; Hub datasets also take slices such as `train[:5%]`."""
     form: Literal["auto", "messages", "conversations", "instruction", "prompt", "text", "preference", "label"] = "auto"
@@ -182,7 +183,7 @@ class Batch(Group):
 
 
 class Train(Group):
-    """What a run learns from, its length and its seed."""
+    """The objective of a run, its length and its seed."""
 
     objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "distil"] = "sft"
     """Learn given answers (`sft`), which of two answers is better (`dpo`, `ipo`, `simpo`, `orpo`), which answers are

@@ -190,8 +190,8 @@ def _check_texts(record: JsonObject, names: FieldNames, chosen: str, rejected: s
     if found is not None and "prompt" not in names.fields:
         field = found if found in QUESTIONS else "FIELD"
         raise InvalidRecord(
-            f"{fields[0]}: is a text without a prompt, but the record has {found!r}; name the prompt's field with "
-            f"data.fields='{{prompt: {field}}}', or set '{{prompt: null}}' if the text contains it"
+            f"{fields[0]}: is a text without a prompt, beside {found!r}; set data.fields='{{prompt: {field}}}', or "
+            "'{prompt: null}' if the text contains the prompt"
         )
     if not chosen[: common_prefix(chosen, rejected)].strip():
         raise InvalidRecord(_no_prompt(*fields))

@@ -125,7 +125,7 @@ class Pipeline(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: object
     ) -> tuple[torch.Tensor, torch.Tensor] | Logits:
-        """Return (losses, hits), both [B, T], or the logits if there are no labels."""
+        """Return what the full model returns without gradients: two tensors, or the logits if there are no labels."""
         assert not torch.is_grad_enabled(), "call step() to train"
         stage, received = self.stage, None
         if not stage.is_first:
@@ -140,8 +140,11 @@ class Pipeline(nn.Module):
             shape = (len(input_ids), num_kept, self.stage_module.num_tokens)
             logits = output.logits.float() if stage.is_last else input_ids.new_empty(shape).float()
             return Logits(self._from_last(logits))
-        losses, hits = output if stage.is_last else (torch.empty_like(labels).float(), torch.empty_like(labels))
-        return self._from_last(losses), self._from_last(hits.to(torch.uint8)).bool()
+        top = cast("tuple[int, int] | None", inputs.get("top"))
+        first, second = output if stage.is_last else _unfilled(labels, top)
+        if top is not None:
+            return self._from_last(first), self._from_last(second)
+        return self._from_last(first), self._from_last(second.to(torch.uint8)).bool()
 
     def _from_last(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the last stage's tensor on every stage; the others pass a tensor of the same shape."""
@@ -345,9 +348,18 @@ def _concatenated(micro_batches: list[dict[str, torch.Tensor]]) -> dict[str, tor
     width = max(micro["labels"].shape[1] for micro in micro_batches)
 
     def widened(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return F.pad(tensor, (0, width - tensor.shape[1]), value=IGNORE_INDEX if name == "labels" else 0)
+        ends = (0, 0) * (tensor.dim() - 2) + (0, width - tensor.shape[1])
+        return F.pad(tensor, ends, value=IGNORE_INDEX if name == "labels" else 0)
 
     return {name: torch.cat([widened(name, micro[name]) for micro in micro_batches]) for name in micro_batches[0]}
+
+
+def _unfilled(labels: torch.Tensor, top: tuple[int, int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors in the shapes of what the last stage returns: losses and hits, or the `top` likely tokens."""
+    if top is None:
+        return labels.new_empty(labels.shape, dtype=torch.float32), torch.empty_like(labels)
+    ids = labels.new_empty(*labels.shape, top[0], dtype=torch.int32)
+    return ids, labels.new_empty(*labels.shape, top[0] + 1, dtype=torch.float32)
 
 
 def _sum_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -132,7 +132,8 @@ def _padded_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[
         "labels": torch.tensor(IGNORE_INDEX),
         "answers": torch.tensor(NOT_COMPARED),
     }
-    return {
-        name: torch.cat([tensor, ends.get(name, torch.tensor(0)).to(tensor).expand(len(tensor), more)], 1)
+    padding = {
+        name: ends.get(name, torch.tensor(0)).to(tensor).expand(len(tensor), more, *tensor.shape[2:])
         for name, tensor in inputs.items()
     }
+    return {name: torch.cat([tensor, padding[name]], 1) for name, tensor in inputs.items()}

@@ -6,7 +6,7 @@ Shapes: N tokens, H hidden size, V vocabulary size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -47,12 +47,26 @@ def log_probs(
     return -losses
 
 
+class _Context(Protocol):
+    """Name what autograd gives to a function, and what the functions here keep in it."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Those of the hidden states and of the weight."""
+    shape: tuple[float, float | None]
+    """The factor and the bound of the logits."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep tensors as `saved_tensors`."""
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """The sum of cross entropies. The forward pass computes the gradients, because it has the probabilities."""
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
@@ -68,7 +82,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: _Context, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             # In place, since both are large. Autograd notices if a second backward pass would use them again.
@@ -81,7 +95,7 @@ class _CrossEntropies(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
@@ -101,7 +115,7 @@ class _CrossEntropies(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: _Context, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
             states, weight, labels = ctx.saved_tensors
             logits = _Logits(states, weight.to(states.dtype), labels, *ctx.shape)

@@ -52,8 +52,9 @@ def losses(objective: str, answers: Answers, settings: Preference) -> torch.Tens
 def dpo(leads: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """Return -(1 - e) log s(x) - e log s(-x), where x is the chosen answer's lead in reward.
 
-    A reward is beta log(p / p_ref) of the whole answer. e = 0 is equation 7 of Rafailov et al., "Direct Preference
-    Optimization", 2023. e > 0 is conservative DPO (Mitchell, "A note on DPO with noisy preferences", 2023).
+    A reward is beta log(p / p_ref) of the whole answer.
+    With e = 0 it is equation 7 of Rafailov et al., "Direct Preference Optimization", 2023.
+    With e > 0 it is conservative DPO: Mitchell, "A note on DPO with noisy preferences", 2023.
     """
     return -(1 - label_smoothing) * logsigmoid(leads) - label_smoothing * logsigmoid(-leads)
 
@@ -70,8 +71,8 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tens
     """Return (h - 1 / (2 beta))^2, where h is the difference of log(p / p_ref) of two answers, and beta is tau.
 
     Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences", 2023, equation 17. Each
-    log-ratio is a mean over the answer's tokens: the authors advised TRL so in 2024 (its pull request 1265), because
-    otherwise the strength of beta depends on the length. TRL's `DPOTrainer` with loss_type "ipo" does the same.
+    log-ratio is a mean over the answer's tokens. Otherwise the strength of beta depends on the length, and the authors
+    advised TRL so (huggingface/trl, pull request 1265). TRL's `DPOTrainer` with loss_type "ipo" does the same.
     """
     return (chosen - rejected - 1 / (2 * beta)).square()
 
@@ -89,7 +90,7 @@ def kto(gains: torch.Tensor, beta: float) -> torch.Tensor:
     """Return 1 - s(beta (r - z0)) for good answers, and 1 - s(beta (z0 - r)) for bad ones, [P, 2].
 
     gains: r - z0, where r = log(p / p_ref) of an answer. Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic
-    Optimization", 2024, equation 8, without the weights lambda.
+    Optimization", 2024, L_KTO of section 4 (TRL cites it as equation 7), without the weights lambda.
     """
     signs = gains.new_tensor([1.0, -1.0])
     return torch.sigmoid(-beta * signs * gains)
@@ -99,8 +100,8 @@ def kto(gains: torch.Tensor, beta: float) -> torch.Tensor:
 def figures(objective: str, answers: Answers, settings: Preference) -> torch.Tensor:
     """Return the sums that `means` divides, [F] in the order of FIGURES. Sums of several calls or ranks can be added.
 
-    A reward is beta times the gain in log-probability that the loss compares: over the reference if the objective has
-    one, per token if it is in PER_TOKEN, and for `kto` less z0. The gain of `kl` is always of the whole answer.
+    A reward is beta times the gain in log-probability that the loss compares. It is per token for an objective in
+    PER_TOKEN, and less z0 for `kto`. The gain of `kl` is always of the whole answer.
     """
     given, beta = (answers.lengths > 0).float(), settings.beta_of(objective)
     if objective != "kto":

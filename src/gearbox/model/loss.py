@@ -19,8 +19,8 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
 from gearbox.config.recipe_values import Preference
+from gearbox.kernels import distillation, preference
 from gearbox.kernels import head as heads
-from gearbox.kernels import preference
 from gearbox.kernels.preference import Answers
 from gearbox.model.router_loss import count_loads, is_balanced, load_balance_loss, resolve_router_weight
 from gearbox.rows.units import GOOD, IGNORE_INDEX
@@ -33,6 +33,8 @@ PLACES = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 """The arguments of a decoder that place tokens in documents."""
 JUDGED_INPUTS = ("answers", "reference")
 """The inputs of an objective that compares answers."""
+TEACHER_INPUTS = ("teacher_ids", "teacher_log_probs")
+"""The inputs of distillation: [B, T, k], and the bits of [B, T, k + 1] in fp32 as int32 (see `rows.teacher`)."""
 PairOfTensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -51,9 +53,19 @@ class LossPath:
         return ", ".join([*parts, "the model's own positions"] if self.own_positions else parts)
 
 
+@dataclass(frozen=True)
+class Distilling:
+    """Give the head what it needs to learn from a teacher's probabilities, or to return them."""
+
+    known: tuple[torch.Tensor, ...] = ()
+    """Those of a teacher, as in TEACHER_INPUTS, for all tokens [N, ...]."""
+    top: tuple[int, int] | None = None
+    """Number of the most likely tokens to return without gradients, and of all tokens."""
+
+
 @dataclass
 class Comparison:
-    """How a step compares answers. Its numbers are those of the complete step; the loop sets them before each step."""
+    """Compare the answers of a step. The loop sets its numbers, which are those of the complete step, before it."""
 
     objective: str
     settings: Preference
@@ -115,7 +127,10 @@ def install_loss(model: PreTrainedModel | PeftModel, router_loss: float | None =
     If `comparison` is set and the inputs have `answers`, it is the sum of the losses of the units instead.
 
     Without gradients the model returns a pair of [B, T] tensors. The first has each token's loss, 0 for tokens that are
-    not targets. The second is True if the most likely token is the target.
+    not targets. The second is True if the most likely token is the target. With `top`, which is k and the number of
+    tokens, it returns the k most likely tokens at each target, as `distillation.most_likely` does.
+
+    With a teacher's probabilities among the inputs, each token's loss is the divergence from the teacher.
 
     For a mixture of experts the sum includes `load_balance_loss`, times `router_loss` or else the weight in its config.
     The model accumulates the unweighted loss in `router_sum` until `pop_router_loss`.
@@ -148,12 +163,15 @@ def _forward_with_loss(
         input_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         num_targets: int | None = None,
+        top: tuple[int, int] | None = None,
         **inputs: object,
     ) -> ModelOutput | torch.Tensor | PairOfTensors:
         if self.loss_path.own_positions:
             inputs.pop("position_ids", None)
         judged = {name: cast(torch.Tensor, inputs.pop(name)) for name in JUDGED_INPUTS if name in inputs}
         by_token = "answers" in judged and torch.is_grad_enabled()
+        known = [cast(torch.Tensor, inputs.pop(name)).flatten(0, 1) for name in TEACHER_INPUTS if name in inputs]
+        distilling = Distilling(tuple(known), top)
         if labels is None and head is not None:
             return usual_forward(input_ids=input_ids, **inputs)
         shape = input_ids.shape
@@ -166,15 +184,16 @@ def _forward_with_loss(
         options |= {"output_router_logits": True} if balances else {}
         if self.loss_path.own_logits and labels is not None:
             decoded = usual_forward(input_ids=input_ids, **options)
-            result = _loss_of_logits(decoded.logits.flatten(0, 1).float(), labels.flatten(), by_token)
+            logits = decoded.logits.flatten(0, 1)
+            result = _loss_of_logits(logits, labels.flatten(), num_targets, by_token, distilling)
         else:
             decoded = decoder(input_ids=input_ids, use_cache=False, **options)
             if head is None or labels is None:
                 return cast(torch.Tensor, decoded.last_hidden_state.view(*shape, -1))
-            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets, by_token)
+            result = head(decoded.last_hidden_state.flatten(0, 1), labels.flatten(), num_targets, by_token, distilling)
         if not torch.is_grad_enabled():
-            losses, hits = result
-            return losses.view(shape), hits.view(shape)
+            first, second = result
+            return first.view(*shape, *first.shape[1:]), second.view(*shape, *second.shape[1:])
         loss = cast(torch.Tensor, result)
         per_token = 1.0
         if by_token:
@@ -188,16 +207,6 @@ def _forward_with_loss(
         return loss
 
     return forward
-
-
-def _loss_of_logits(logits: torch.Tensor, labels: torch.Tensor, by_token: bool) -> torch.Tensor | PairOfTensors:
-    """Return what the head's forward returns, given all logits [N, V] and labels [N]."""
-    if by_token:
-        return -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    if torch.is_grad_enabled():
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    return losses, logits.argmax(-1) == labels
 
 
 def _head_forward_with_loss(
@@ -217,6 +226,7 @@ def _head_forward_with_loss(
         labels: torch.Tensor | None = None,
         num_targets: int | None = None,
         by_token: bool = False,
+        distilling: Distilling = Distilling(),
     ) -> torch.Tensor | PairOfTensors:
         if labels is None:
             return chunked.usual_forward(hidden)
@@ -229,10 +239,12 @@ def _head_forward_with_loss(
             log_probs = chunked.log_probs(*targets)
             return log_probs.new_zeros(len(labels)).index_copy(0, chosen, log_probs)
         if torch.is_grad_enabled():
-            return chunked.total(*targets)
-        losses, hits = chunked.by_token(*targets)
-        unset = losses.new_zeros(len(labels)), hits.new_zeros(len(labels))
-        return unset[0].index_copy(0, chosen, losses), unset[1].index_copy(0, chosen, hits)
+            known = [one.index_select(0, chosen) for one in distilling.known]
+            return chunked.distilled(targets[0], *known) if known else chunked.total(*targets)
+        top = distilling.top
+        found = chunked.by_token(*targets) if top is None else chunked.most_likely(targets[0], *top)
+        first, second = (one.new_zeros(len(labels), *one.shape[1:]).index_copy(0, chosen, one) for one in found)
+        return first, second
 
     return forward
 
@@ -259,7 +271,7 @@ class ChunkedLoss:
         """
         if (weight := self._plain_weight) is not None:
             return heads.cross_entropy_sum(hidden, weight, labels, self.scale, self.cap)
-        return torch.stack([losses.sum() for losses in self._recomputed_losses(hidden, labels)]).sum()
+        return torch.stack([losses.sum() for losses in self._recomputed(self._losses_of_chunk, hidden, labels)]).sum()
 
     def log_probs(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of each target, [N] in fp32, whose gradients `total` describes.
@@ -268,7 +280,7 @@ class ChunkedLoss:
         """
         if (weight := self._plain_weight) is not None:
             return heads.log_probs(hidden, weight, labels, self.scale, self.cap)
-        return -torch.cat(self._recomputed_losses(hidden, labels))
+        return -torch.cat(self._recomputed(self._losses_of_chunk, hidden, labels))
 
     def by_token(self, hidden: torch.Tensor, labels: torch.Tensor) -> PairOfTensors:
         """Return each token's loss and whether the most likely token is the target, both [N]."""
@@ -279,6 +291,21 @@ class ChunkedLoss:
             hits.append(logits.argmax(-1) == y)
         return torch.cat(losses), torch.cat(hits)
 
+    def distilled(self, hidden: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the targets' divergences from a teacher, []. hidden: [N, H]. ids: [N, k].
+
+        `bits` are those of the teacher's log-probabilities, [N, k + 1].
+        """
+        return torch.stack(self._recomputed(self._divergence_of_chunk, hidden, ids, bits)).sum()
+
+    def most_likely(self, hidden: torch.Tensor, top: int, num_tokens: int) -> PairOfTensors:
+        """Return ids [N, k] and log-probabilities [N, k + 1] of the most likely tokens (distillation.most_likely)."""
+        parts = [distillation.most_likely(self._logits(h), top, num_tokens) for (h,) in self._chunks(hidden)]
+        return torch.cat([ids for ids, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+    def _divergence_of_chunk(self, hidden: torch.Tensor, ids: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        return distillation.divergence(self._logits(hidden), ids, bits.view(torch.float32)).sum()
+
     @property
     def _plain_weight(self) -> torch.Tensor | None:
         """The weight of a head that is nothing but a product with a tensor that is not divided, else None."""
@@ -287,13 +314,13 @@ class ChunkedLoss:
             return head.weight
         return None
 
-    def _recomputed_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        """Return the losses of each chunk, [n]. The backward pass computes its logits again."""
+    def _recomputed(self, of_chunk: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return a function's result for each chunk of tensors, [N, ...] each; the backward pass computes it again."""
         # Only an adapter uses random numbers here, for dropout. The recomputation must draw the same ones.
         keeps_rng = hasattr(self.head, "base_layer")
         return [
-            checkpoint(self._losses_of_chunk, h, y, use_reentrant=False, preserve_rng_state=keeps_rng)
-            for h, y in self._chunks(hidden, labels)
+            checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=keeps_rng)
+            for chunk in self._chunks(*tensors)
         ]
 
     def _losses_of_chunk(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -304,13 +331,23 @@ class ChunkedLoss:
         logits = logits if self.scale == 1 else logits * self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
-    def _chunks(self, hidden: torch.Tensor, labels: torch.Tensor) -> list[PairOfTensors]:
-        """Return the chunks, at least one: an engine may wait for the head's hooks."""
-        size = heads.chunk_tokens(self.num_rows, hidden.device)
-        return list(zip(torch.split(hidden, size), torch.split(labels, size), strict=True))
+    def _chunks(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return the chunks of hidden states, [N, H], and what belongs to them, at least one.
+
+        An engine may wait for the head's hooks.
+        """
+        size = heads.chunk_tokens(self.num_rows, tensors[0].device)
+        return list(zip(*(torch.split(one, size) for one in tensors), strict=True))
 
 
 def _logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
     """Return the factor and the cap of the logits. Cohere multiplies them, Granite divides them, Gemma caps them."""
     scale = getattr(config, "logit_scale", None) or 1.0
     return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(config, "final_logit_softcapping", None)
+
+
+def _loss_of_logits(logits: torch.Tensor, *wanted: object) -> torch.Tensor | PairOfTensors:
+    """Return what the head's forward returns, given all logits [N, V] of the model's own forward."""
+    identity = nn.Identity()
+    forward = _head_forward_with_loss(ChunkedLoss(identity, identity, logits.shape[1], 1.0, None))
+    return forward(identity, logits, *wanted)

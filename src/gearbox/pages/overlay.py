@@ -78,13 +78,7 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         seconds = run.column("seconds").last
         cells = [f"<td>{escape(name)}</td>", f'<td class="{colour}">{word}</td>']
         for place in used:
-            heading, key, _, unit, direction = RESULTS[place]
-            value = columns[place][number]
-            has_none = not run.column(key).steps or (run.compares and heading == "perplexity")
-            text = "-" if has_none else value_label(value, unit)
-            is_ranked = direction and (has_one_loss or heading != "held-out loss")
-            is_best = is_ranked and text == _best(columns[place], unit, direction)
-            cells.append(f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>")
+            cells.append(_cell(run, place, columns[place], number, has_one_loss))
         tokens = run.column("tokens").last
         facts = run.facts
         ranks = f"{facts.gear}, {len(facts.ranks)} {'rank' if len(facts.ranks) == 1 else 'ranks'}"
@@ -99,6 +93,16 @@ def _results(runs: Sequence[RunData], names: Sequence[str]) -> str:
         lines.append("".join([*cells, *(f"<td>{escape(text)}</td>" for text in texts)]))
     head = ["run", "state", *(RESULTS[place][0] for place in used), "steps", "tokens", "trained for", "gear", "commit"]
     return page.html_table(lines, [*head, "started"], "num")
+
+
+def _cell(run: RunData, place: int, values: Sequence[float], number: int, has_one_loss: bool) -> str:
+    """Return a run's result, given those of all runs. Losses of several objectives have no best."""
+    heading, key, _, unit, direction = RESULTS[place]
+    has_none = not run.column(key).steps or (run.compares and heading == "perplexity")
+    text = "-" if has_none else value_label(values[number], unit)
+    is_ranked = direction and (has_one_loss or heading != "held-out loss")
+    is_best = is_ranked and text == _best(values, unit, direction)
+    return f"<td>{f'<b>{text}</b> <span class=good>best</span>' if is_best else text}</td>"
 
 
 def _best(values: Sequence[float], unit: str, direction: int) -> str | None:

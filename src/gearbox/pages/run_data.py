@@ -158,7 +158,7 @@ class RunData:
 
     @property
     def unit_of_loss(self) -> str:
-        """What the loss is a mean of."""
+        """The unit of the loss: nats per token, or what it is a mean of."""
         if not self.compares:
             return "nats per token"
         return "per answer" if self.objective == "kto" else "per pair"

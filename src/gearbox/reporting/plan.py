@@ -147,14 +147,16 @@ def data_facts(
     rows, held_out, facts = prepared.training, prepared.held_out, prepared.facts
     median, p90, p99, longest = (f"{length:,}" for length in facts.document_lengths)
     num_tokens, num_targets = int(rows.num_tokens.sum()), int(rows.targets.sum())
-    evaluated = f"{held_out.num_documents:,} held out"
+    unit = rows.unit_size if recipe.compares else 1  # a pair counts once
+    num_held_out = held_out.num_documents // unit
+    evaluated = f"{num_held_out:,} held out"
     separate = ""
     if facts.has_own_evaluation:
-        evaluated, separate = "0 held out", f"; evaluation: {held_out.num_documents:,} from eval.path"
+        evaluated, separate = "0 held out", f"; evaluation: {num_held_out:,} from eval.path"
         if facts.dropped_of_evaluation:
             separate += f", {facts.dropped_of_evaluation}"
     shown = {f"data {number}" if number else "data": text for number, text in enumerate(_origins(corpus))}
-    trained, dropped = f"{rows.num_documents:,} trained", facts.dropped
+    trained, dropped = f"{rows.num_documents // unit:,} trained", facts.dropped
     shown["documents"] = f"{facts.num_read:,} read = {trained} + {evaluated} + {dropped}{separate}"
     shown["tokens"] = f"{num_tokens:,}, {num_targets / num_tokens:.0%} supervised"
     shown["document lengths"] = (

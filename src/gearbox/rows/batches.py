@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from gearbox.config.recipe import Recipe
 from gearbox.errors import UserError
 from gearbox.rows.packing import Chunks, Documents, pack
 from gearbox.rows.units import GOOD, IGNORE_INDEX, NOT_COMPARED, ComparedAnswers
+
+if TYPE_CHECKING:
+    from gearbox.rows.teacher import Teacher
 
 WIDTH_STEP = 8  # unpacked rows are padded to a multiple of this, because GPUs multiply such shapes faster
 WINDOW_STEPS = 50  # unpacked rows are sorted by length within windows of this many steps
@@ -45,6 +49,8 @@ class PackedRows:
 
     answers: ComparedAnswers | None = None
     """The answers in the chunks, set before training with an objective that compares them."""
+    teacher: Teacher | None = None
+    """The probabilities of a teacher for the chunks, set before training with distillation."""
 
     def __init__(
         self,
@@ -250,6 +256,8 @@ def micro_batches_of(row_ids: list[int], rank: int, plan: BatchPlan) -> list[lis
 def make_step_batch(rows: PackedRows, row_ids: list[int], rank: int, plan: BatchPlan) -> StepBatch:
     """Return a data-parallel rank's share of the given rows as micro-batches, with the counts of all given rows."""
     micro_batches = [rows.batch(micro) for micro in micro_batches_of(row_ids, rank, plan)]
+    if rows.teacher is not None:
+        micro_batches = [rows.teacher.mark(batch) for batch in micro_batches]
     num_targets, num_units, num_good = int(rows.targets[row_ids].sum()), None, 0
     if rows.answers is not None:
         micro_batches = [rows.answers.mark(batch) for batch in micro_batches]

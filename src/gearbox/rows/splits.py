@@ -157,6 +157,7 @@ def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) ->
     row_tokens = recipe.batch.row_tokens
     policies = _policies(corpus, recipe.data)
     chunks, hashes, dropped = _chunked(recipe, corpus)
+    own = corpus.hashes if isinstance(corpus, units.MismatchedCorpus) else hashes  # the answers of a pair count twice
     is_used = np.zeros(len(corpus), bool)
     is_used[chunks.document] = True
     is_held_out = hashes < np.uint64(recipe.eval.fraction * 2**64) if copies is None else np.isin(hashes, copies)
@@ -170,7 +171,7 @@ def divide(recipe: Recipe, corpus: Corpus, copies: NDArray[np.uint64] | None) ->
     return Division(
         training=chunks.where(~is_held_out[chunks.document]),
         held_out=held_out,
-        hashes=hashes[is_used][:: chunks.unit_size],
+        hashes=own[is_used][:: chunks.unit_size],
         dropped=dropped,
         num_truncated=int((is_long & ~is_split).sum()),
         num_split=int((is_long & is_split).sum()),

@@ -249,7 +249,7 @@ def passes_of(batch: dict[str, torch.Tensor], max_tokens: int) -> list[dict[str,
         spans[-1].append(inside)
         num_tokens += length
     spans = spans or [[slice(0, SMALLEST_PASS)]]
-    flat = {name: tensor.flatten() for name, tensor in batch.items()}
+    flat = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
     passes = [{name: torch.cat([t[inside] for inside in span])[None] for name, t in flat.items()} for span in spans]
     return [_renumbered(one) if "answers" in one else one for one in passes]
 

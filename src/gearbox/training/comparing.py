@@ -170,8 +170,8 @@ def prepare(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, wa
     found = engine.world.decide(lambda: _read([*known, kept], key, parts))
     if run.checkpoint is not None and (found is None or any(np.isnan(sums).any() for sums in found.values())):
         raise UserError(
-            f"{own}: the log-probabilities of the reference are missing, damaged or of other rows, and "
-            f"{run.checkpoint} was trained with them; restore the file, or set run.resume=never"
+            f"{own}: is missing, damaged or of other rows, and {run.checkpoint} was trained with this reference; "
+            "restore the file, or set run.resume=never"
         )
     sums = found or {name: np.full(len(part.chunks), np.nan, np.float32) for name, part in parts.items()}
 

@@ -44,6 +44,7 @@ LOCK_SECONDS = 10  # time for the ranks of a dead launcher to save and exit
 APPEARS_SECONDS = 10  # NFS may cache that a folder is missing
 APPEARS_LATE_SECONDS = 60  # a mounted bucket may upload and list with a delay
 VISIBLE_FILE = ".visible"  # in a new folder: some buckets have no empty folders
+TAUGHT = " taught by "  # in a rows_key, before the identity of a teacher's probabilities
 ORDER = "order 2:"  # prefix of a rows_key; it changes with the order in which the sampler takes rows
 
 
@@ -94,6 +95,11 @@ class Run:
             raise UserError(
                 f"{self.checkpoint}: an earlier version wrote it, which trained the rows of an epoch in another order; "
                 "resume with that version, or set run.resume=never"
+            )
+        if self.manifest.rows != rows and self.manifest.rows.partition(TAUGHT)[0] == rows.partition(TAUGHT)[0]:
+            raise UserError(
+                f"{self.checkpoint}: was trained with other probabilities of the teacher: the content of train.teacher "
+                "has changed; restore it, or set run.resume=never"
             )
         if self.manifest.rows != rows:
             raise UserError(
@@ -166,7 +172,8 @@ class Run:
 def rows_key(corpus_digest: str, rows: PackedRows) -> str:
     """Return an identifier of a run's tokens, of the row of each token, and of the source of each row."""
     groups = "".join(f"+{size}" for size in rows.group_sizes[1:])
-    return f"{ORDER}{corpus_digest}{groups} {rows.key}"
+    teacher = "" if rows.teacher is None else f"{TAUGHT}{rows.teacher.identity}"
+    return f"{ORDER}{corpus_digest}{groups} {rows.key}{teacher}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -18,8 +19,10 @@ from gearbox.checks.model import check_architecture
 from gearbox.config.gear import Gear
 from gearbox.config.job import Job, unused_keys_of_data
 from gearbox.config.loader import located
-from gearbox.console import make_console, styled
+from gearbox.config.recipe import Recipe
+from gearbox.console import make_console, status, styled
 from gearbox.data.corpus import Builder, MappedCorpus
+from gearbox.data.teacher_files import TeacherFacts
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sequence_parallel, verification
 from gearbox.distributed.engine import Engine
@@ -37,10 +40,11 @@ from gearbox.pages import run_facts
 from gearbox.planning.fit import Fit
 from gearbox.reporting import preview
 from gearbox.reporting.plan import Plan, data_facts
-from gearbox.rows import arranged, stream
+from gearbox.rows import arranged, stream, teacher
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
+from gearbox.rows.teacher import Teacher
 from gearbox.sharding import sharded_state
 from gearbox.sharding.unwrap import without_adapter
 from gearbox.training import evaluation, resume, run_folder
@@ -266,7 +270,44 @@ def choose_rows(engine: Engine, data: TrainingData) -> TrainingRows:
         rows = replace(rows, leakage=leakage)
     else:
         probes.check_row(engine, rows.training)
+    if engine.job.recipe.train.teacher is not None:
+        rows.training.teacher = _open_teacher(engine, data, rows.training)
     return rows
+
+
+def _open_teacher(engine: Engine, data: TrainingData, rows: PackedRows) -> Teacher:
+    """Return the teacher's probabilities of the rows. Each rank reads a share of the files to verify them."""
+    recipe, world, problem, found = engine.job.recipe, engine.world, None, None
+    refuse_prepared(recipe, data)
+    folder = Path(str(recipe.train.teacher))
+    try:
+        facts = TeacherFacts.read(folder)
+        if facts.vocabulary != teacher.vocabulary_of(data.tokenizer):
+            raise UserError(
+                f"train.teacher: {folder} has the probabilities of another vocabulary than {recipe.model.name} has; "
+                "give a teacher whose tokenizer has the same tokens and ids"
+            )
+        with status(world.screen, "verifying the teacher's probabilities"):
+            problem = facts.damaged(folder, sorted(facts.files)[world.rank :: world.size])
+        found = None if problem else Teacher(folder, facts, rows)
+    except UserError as error:
+        problem = str(error)
+    identities = world.gather((problem, None if found is None else found.identity))
+    if problems := [text for text, _ in identities if text is not None]:
+        raise UserError(located(problems[0], recipe, engine.job.recipe_path))
+    if len({identity for _, identity in identities}) > 1:
+        raise UserError(f"train.teacher: {folder} differs between machines; give a folder that they share")
+    assert found is not None
+    return found
+
+
+def refuse_prepared(recipe: Recipe, data: TrainingData) -> None:
+    """Raise UserError for shards of src/prepare.py: their chunks are not all on this machine at the same time."""
+    if isinstance(data.corpus, PreparedCorpus):
+        raise UserError(
+            f"data.path: {recipe.data.path} has prepared shards, and a teacher's probabilities are those of "
+            "documents; give the files that the shards were made from"
+        )
 
 
 def _packed_batch(engine: Engine, rows: PackedRows) -> Batch:
