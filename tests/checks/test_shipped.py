@@ -15,10 +15,13 @@ from gearbox.planning.gpus import gpu_named
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 HEADS = "does not divide this model's 9 attention heads"
 PACKED = "packed 4-bit weights cannot be split"
+MADE = {"tiny_dpo": ["model.name=recipes/tiny"]}  # in place of the model that another run makes
 REFUSED = {
     ("smollm2_135m", "tp"): HEADS,
     ("smollm2_135m", "fsdp_tp"): HEADS,
     ("smollm2_135m", "ulysses"): HEADS,
+    ("dpo_1gpu", "tp"): PACKED,
+    ("dpo_1gpu", "fsdp_tp"): PACKED,
     ("qlora_1gpu", "tp"): PACKED,
     ("qlora_1gpu", "fsdp_tp"): PACKED,
 }
@@ -32,7 +35,7 @@ def test_every_shipped_gear_and_recipe_is_tried():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_shipped_files_agree(recipe):
     for name in gear_names():
-        job, findings = agreement.examine(recipe, [], read_gear(gear_path(name), {}))
+        job, findings = agreement.examine(recipe, MADE.get(recipe.stem, []), read_gear(gear_path(name), {}))
         assert job is not None
         texts = [finding.text for finding in findings]
         if job.gear.degree("ep") > 1:  # no shipped recipe has experts

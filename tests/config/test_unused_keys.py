@@ -35,6 +35,15 @@ def hints_of(tmp_path, *overrides: str) -> list[str]:
         ("data.text_unit=line data.path=CHATS", "data.text_unit: no effect, because data.path has no .txt file"),
         ("eval.fraction=0.1 eval.path=CHATS", "eval.fraction: no effect, because eval.path gives the documents"),
         ("eval.fraction=0 eval.every=5 eval.samples=9", "eval.every, eval.samples: no effect, because no document is"),
+        ("preference.beta=0.2", "preference.beta: no effect, because train.objective compares no answers"),
+        (
+            "train.objective=ipo data.path=PAIRS preference.margin=1",
+            "preference.margin: no effect, because train.objective is neither",
+        ),
+        (
+            "train.objective=dpo data.path=PAIRS preference.desirable_weight=2",
+            "preference.desirable_weight: no effect, because train",
+        ),
         ("schedule.decay=10%", "schedule.decay: no effect, because schedule.name is not wsd"),
         ("perf.prefetch=3", "perf.prefetch: no effect, because it sets how far FSDP2 gathers ahead"),
         ("perf.ddp_compression=bf16", "perf.ddp_compression: no effect, because only DDP sends whole gradients"),
@@ -43,7 +52,9 @@ def hints_of(tmp_path, *overrides: str) -> list[str]:
 )
 def test_a_key_without_effect_is_named(tmp_path, overrides, said):
     chats = jsonl(tmp_path / "chats.jsonl", [{"text": "a"}])
-    (hint,) = hints_of(tmp_path, *overrides.replace("CHATS", str(chats)).split())
+    (hint,) = hints_of(
+        tmp_path, *overrides.replace("CHATS", str(chats)).replace("PAIRS", "builtin:preferences").split()
+    )
     assert hint.startswith(said)
 
 
@@ -53,6 +64,7 @@ def test_a_key_without_effect_is_named(tmp_path, overrides, said):
         "",
         "adapter.method=lora adapter.r=8",
         "adapter.method=none",
+        "train.objective=kto data.path=builtin:preferences preference.undesirable_weight=2 preference.beta=0.2 preference.sft_weight=1",
         "data.split=test data.path=org/data model.revision=main model.name=org/model run.rehearse=true",
         "data.split=test data.path=SAVED",
         "data.text_unit=line data.path=FOLDER",

@@ -14,18 +14,22 @@ import schema
 from gearbox import ROOT
 from gearbox.config.job import rehearsed
 from gearbox.config.loader import load_recipe, recipe_keys
-from gearbox.config.recipe import BUILTIN_TASKS, Recipe
+from gearbox.config.recipe import BUILTIN_FORMS, BUILTIN_PREFERENCES, BUILTIN_TASKS, Recipe
 from gearbox.data import builtin_tasks
 from gearbox.errors import UserError
+from gearbox.launch.cli import split_arguments
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 GEARS = {
     "ddp_4gpu": "ddp",
     "ddp_4gpu_full": "ddp",
+    "dpo_1gpu": "single",
+    "dpo_4gpu": "ddp",
     "fsdp_2gpu": "fsdp",
     "qlora_1gpu": "single",
     "smollm2_135m": "single",
     "tiny": "single",
+    "tiny_dpo": "single",
     "zero3_2gpu": "zero3",
 }
 
@@ -44,6 +48,8 @@ def test_two_steps(train, path):
         architecture = ["model.name=recipes/tiny"]  # the same family: Llama with tied embeddings
     else:
         architecture = []
+    if "dpo" in path.stem:
+        architecture += ["data.path=builtin:preferences"]
     ranks = {"single": 1, "ddp": 4}.get(gear, 2)
     outcome = train(
         gear, "train.steps=2", "batch.micro_rows=2", *architecture, recipe=recipe, ranks=ranks, load_back=True
@@ -68,7 +74,7 @@ def test_short_and_its_memory_adds_up(path):
     if parts:
         assert totals == [pytest.approx(sum(parts), abs=0.11)]
     else:
-        assert path.stem == "smollm2_135m"
+        assert path.stem in ("smollm2_135m", "tiny_dpo")
 
 
 def test_fsdp_and_zero3_are_the_same_numbers():
@@ -82,6 +88,37 @@ def load(name: str) -> Recipe:
 def test_a_rehearsal_asks_no_hub():
     recipe = rehearsed(load("qlora_1gpu"))
     assert (recipe.model.init, recipe.data.path) == ("random", BUILTIN_TASKS)
+    assert rehearsed(load("dpo_1gpu")).data.path == BUILTIN_PREFERENCES
+
+
+def test_a_model_that_another_run_makes_is_named_with_its_command(tmp_path, monkeypatch):
+    """Say what to run first, with a command that makes that folder. A rehearsal needs no such run."""
+    path = ROOT / "recipes" / "tiny_dpo.yaml"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="model.name: no such folder 'runs/tiny-forms/model'; first run `") as caught:
+        load_recipe(path)
+    (command,) = re.findall(r"`python src/launch\.py single (.*)`", str(caught.value))
+    assert f"launch.py single {command}" in path.read_text()
+    monkeypatch.chdir(ROOT)
+    made, overrides = split_arguments(command.split())
+    base = load_recipe(made, overrides)
+    assert f"{base.run.dir}/{base.run.name}/model" == "runs/tiny-forms/model"
+    assert base.data.path == BUILTIN_FORMS
+    monkeypatch.chdir(tmp_path)
+    assert rehearsed(load_recipe(path, ["run.rehearse=true"])).model.name == "recipes/tiny"
+
+
+def test_both_answers_of_a_built_in_pair_are_right_in_one_form_each():
+    """The base of tiny_dpo sees both forms equally often, and few of its questions are asked again."""
+    answers = [chat["messages"][1]["content"] for chat in builtin_tasks.forms(2000)]
+    assert 0.45 < sum(map(str.isupper, answers)) / len(answers) < 0.55
+    pairs = builtin_tasks.preferences()
+    for pair in pairs:
+        task, letters = pair["prompt"].split()
+        assert (pair["chosen"].lower(), pair["rejected"]) == (pair["rejected"], builtin_tasks.TASKS[task](letters))
+        assert pair["chosen"].isupper()
+    asked = {chat["messages"][0]["content"] for chat in builtin_tasks.forms()}
+    assert sum(pair["prompt"] in asked for pair in pairs) < len(pairs) / 2
 
 
 def test_rehearsal_of_an_unknown_architecture_names_the_missing_file(train):

@@ -12,10 +12,12 @@ from gearbox import processes
 from gearbox.config.compatibility import conflicts, has_flash_attention
 from gearbox.config.gear import EngineName, Gear
 from gearbox.config.loader import is_local, matches
-from gearbox.config.recipe import BUILTIN_TASKS, ONE_OF, Recipe
+from gearbox.config.recipe import BUILTIN, BUILTIN_PREFERENCES, BUILTIN_TASKS, ONE_OF, Recipe
 from gearbox.config.recipe_values import listed
 from gearbox.errors import UserError
 
+STAND_INS = {"runs/tiny-forms/model": "recipes/tiny"}
+"""The folder of the same architecture, for a model that a run makes."""
 REHEARSED_ROWS, REHEARSED_TOKENS, REHEARSED_STEPS = 8, 256, 20
 
 
@@ -120,6 +122,21 @@ BY_RECIPE = [
         lambda recipe: not (recipe.eval.num_questions or recipe.eval.prompts),
         "eval.samples is 0",
     ),
+    Unused(
+        "preference.beta preference.sft_weight",
+        lambda recipe: not recipe.compares,
+        "train.objective compares no answers",
+    ),
+    Unused(
+        "preference.label_smoothing preference.margin",
+        lambda recipe: recipe.train.objective not in ("dpo", "simpo"),
+        "train.objective is neither dpo nor simpo",
+    ),
+    Unused(
+        "preference.desirable_weight preference.undesirable_weight",
+        lambda recipe: recipe.train.objective != "kto",
+        "train.objective is not kto",
+    ),
     Unused("eval.metric_documents", lambda recipe: recipe.eval.metric is None, "eval.metric is null"),
 ]
 """Keys whose effect depends only on the recipe and on which files exist."""
@@ -170,7 +187,7 @@ def _has_splits(path: str) -> bool:
 
 def _may_be_text(path: str) -> bool:
     """Return True for a .txt file and for a folder of files, which may contain one."""
-    return path != BUILTIN_TASKS and any(
+    return path not in BUILTIN and any(
         found.suffix.lower() == ".txt" or (found.is_dir() and any(found.rglob("*.[tT][xX][tT]")))
         for found in matches(path)
     )
@@ -179,12 +196,14 @@ def _may_be_text(path: str) -> bool:
 def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
     """Return the recipe for a rehearsal on this many data-parallel ranks.
 
-    Random weights replace saved ones, and built-in tasks replace Hub data. A saved adapter's weights become random too.
+    Random weights replace saved ones, and built-in data replace Hub data. A saved adapter's weights become random too.
     Steps and rows become few, with at least two accumulation rounds. Rows become short if the data are built in, so
     that no document of yours is cut. What the command line gives stays. Flash attention, Liger and torchao need their
     packages and a GPU.
     """
     model: dict[str, Any] = {"init": "random"}
+    if not Path(recipe.model.name).exists():
+        model["name"] = STAND_INS.get(recipe.model.name, recipe.model.name)
     has_gpu = processes.num_visible_gpus() > 0
     if recipe.model.attention == "flash_attention_2" and not (has_gpu and has_flash_attention()):
         model["attention"] = "auto"
@@ -198,7 +217,8 @@ def rehearsed(recipe: Recipe, data_parallel: int = 1) -> Recipe:
     changes["adapter"] = recipe.adapter.model_copy(update={"path": None})  # its weights fit only the full-size model
     are_local = all(is_local(source.path) for source in recipe.data.sources)
     if not are_local:
-        changes["data"] = recipe.data.model_copy(update={"path": BUILTIN_TASKS, "form": "auto", "fields": {}})
+        built_in = BUILTIN_PREFERENCES if recipe.compares else BUILTIN_TASKS
+        changes["data"] = recipe.data.model_copy(update={"path": built_in, "form": "auto", "fields": {}})
     evaluated = listed(recipe.eval.path or [])
     if evaluated and not (are_local and all(is_local(source.path) for source in evaluated)):
         changes["eval"] = recipe.eval.model_copy(update={"path": None})
@@ -212,7 +232,7 @@ def _shortened(recipe: Recipe, data_parallel: int) -> Recipe:
     rows = max(REHEARSED_ROWS, 2 * data_parallel)
     if batch.rows > rows and "batch.rows" not in given:
         sizes = {"rows": rows, "micro_rows": min(batch.micro_rows, rows // (2 * data_parallel))}
-    if all(source.path == BUILTIN_TASKS for source in recipe.data.sources):
+    if all(source.path in BUILTIN for source in recipe.data.sources):
         sizes["row_tokens"] = min(batch.row_tokens, REHEARSED_TOKENS)
     sizes = {key: size for key, size in sizes.items() if f"batch.{key}" not in given}
     if given.isdisjoint(ONE_OF):
