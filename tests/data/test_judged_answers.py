@@ -14,7 +14,7 @@ from gearbox import ROOT
 from gearbox.checks.documents import FirstRecords
 from gearbox.data import judged_answers
 from gearbox.data.corpus import MappedDocuments
-from gearbox.data.judged_answers import hash_of_pair, hashes_of_pairs
+from gearbox.data.judged_answers import hash_of_pair
 from gearbox.data.row_formats import FieldNames, InvalidRecord
 from gearbox.errors import UserError
 from gearbox.rows import stream
@@ -299,7 +299,7 @@ def test_the_key_and_the_digest_of_documents_depend_on_their_judgement(tokenizer
 def test_the_hash_of_a_pair_is_that_of_both_documents(tokenizer, tmp_path):
     records = [PAIR | {"prompt": f"ask {i}"} for i in range(20)]
     found = compare(tokenizer, jsonl(tmp_path / "a.jsonl", records))
-    pairs = hashes_of_pairs(found.hashes[::2], found.hashes[1::2])
+    pairs = [hash_of_pair(*pair) for pair in found.hashes.reshape(-1, 2).tolist()]
     first = found.hashes[:2].astype("<u8").tobytes()
     assert len(first) == 16 and int(pairs[0]) == xxhash.xxh3_64_intdigest(first)
     assert int(pairs[3]) == hash_of_pair(int(found.hashes[6]), int(found.hashes[7]))

@@ -8,13 +8,12 @@ begin with.
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from gearbox.config.recipe_values import ANSWERS, FORMS
 from gearbox.data import row_formats
@@ -23,6 +22,9 @@ from gearbox.data.row_formats import Chat, FieldNames, InvalidRecord, JsonObject
 from gearbox.data.sources import JSON
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gearbox.data.loss_mask import Encoded
 
 GOOD, BAD = 1, 0  # the label of a chosen answer and of a usual document, and of a rejected answer
@@ -90,21 +92,14 @@ def finish(answers: list[Answer], outcomes: list[Encoded | InvalidRecord], form:
 
 def hash_of_pair(chosen: int, rejected: int) -> int:
     """Return the hash of a pair: the xxh3-64 of the hashes of both documents, as 16 little-endian bytes."""
-    return int(hashes_of_pairs(np.array([chosen], np.uint64), np.array([rejected], np.uint64))[0])
-
-
-def hashes_of_pairs(chosen: NDArray[np.uint64], rejected: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the hash of each pair, given the hashes of its documents, [n]. See hash_of_pair."""
-    both = np.stack([chosen, rejected], axis=1).astype("<u8").tobytes()
-    digests = (xxhash.xxh3_64_intdigest(both[at : at + 16]) for at in range(0, len(both), 16))
-    return np.fromiter(digests, np.uint64, len(chosen))
+    return xxhash.xxh3_64_intdigest(struct.pack("<2Q", chosen, rejected))
 
 
 def _num_equal(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     """Return the number of tokens that both begin with."""
     num = min(len(a), len(b))
-    different = np.flatnonzero(a[:num] != b[:num])
-    return int(different[0]) if len(different) else num
+    different = a[:num] != b[:num]
+    return int(different.argmax()) if different.any() else num
 
 
 def _no_prompt(chosen: str, rejected: str) -> str:

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox.config.recipe import Recipe
-from gearbox.data.judged_answers import hashes_of_pairs
+from gearbox.data.judged_answers import hash_of_pair
 from gearbox.rows.packing import Chunks, Corpus, Documents
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def hashes_of_records(corpus: Corpus, hashes: NDArray[np.uint64]) -> NDArray[np.
     if isinstance(corpus, MismatchedCorpus):  # whose pairs are also two documents of one record
         return np.repeat(hashes_of_records(corpus.corpus, hashes[::2]), 2)
     first = np.flatnonzero((number[1:] == number[:-1]) & (origin[1:] == origin[:-1]))
-    found[first] = found[first + 1] = hashes_of_pairs(hashes[first], hashes[first + 1])
+    pairs = zip(hashes[first].tolist(), hashes[first + 1].tolist(), strict=True)
+    found[first] = found[first + 1] = np.array([hash_of_pair(*pair) for pair in pairs], np.uint64)
     return found
 
 
