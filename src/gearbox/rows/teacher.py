@@ -2,7 +2,7 @@
 
 The probabilities depend on a chunk's tokens only, so a chunk is found by its content. Other rows, another order and
 other held-out documents find the same ones. Each rank that computes some writes a part, which is three files: the
-chunks in order, the ids and the log-probabilities of all their targets. about.json lists the files, and is written last.
+chunks in order, the ids and the log-probabilities of all their targets. Last comes about.json, which lists the files.
 
 Shapes: B rows of a micro-batch, T tokens of a row, k known tokens, n targets.
 """
