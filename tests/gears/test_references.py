@@ -76,7 +76,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(prefer, cache, monkeypatch, g
         refuse_to_compute(here)
         last = prefer(gear, *changes, "train.steps=4", "run.resume=latest", ranks=ranks)
     assert last.losses == whole.losses
-    figures = [[(line["margin"], line["kl"], line["grad_norm"]) for line in run.lines("margin")] for run in (last, whole)]
+    figures = [
+        [(line["margin"], line["kl"], line["grad_norm"]) for line in run.lines("margin")] for run in (last, whole)
+    ]
     assert figures[0] == figures[1]
     assert [line["eval_loss"] for line in last.lines("eval_loss")][-1] == whole.lines("eval_loss")[-1]["eval_loss"]
     for name, tensor in last.weights.items():
