@@ -184,6 +184,7 @@ def prepare(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, wa
     def keep_going() -> bool:
         return not any(engine.world.sum([watchdog.stop_requested]))
 
+    watchdog.disarm(on_stop="keeping what is known of the reference")  # else a signal would end this rank at once
     if not _complete(engine, parts, sums, write, keep_going):
         return False
     engine.world.decide(lambda: _write(own, key, sums))
