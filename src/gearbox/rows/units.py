@@ -227,14 +227,18 @@ class ComparedAnswers:
         return marked
 
 
-def passes_of(batch: dict[str, torch.Tensor], max_tokens: int) -> list[dict[str, torch.Tensor]]:
+def passes_of(
+    batch: dict[str, torch.Tensor], max_tokens: int, unit_size: int | None = None
+) -> list[dict[str, torch.Tensor]]:
     """Return the chunks of a packed batch as batches of one row each, [1, n], for passes of few tokens.
 
     Chunks are isolated, so the sum over the passes is the batch's. A pass has at most `max_tokens` tokens, unless a
     single chunk or unit is longer. Padding and chunks without targets are left out. There is at least one pass.
+
+    A unit has `unit_size` chunks, by default two if the batch has answers that are compared.
     """
     documents, is_target = batch["chunk_ids"].flatten(), batch["labels"].flatten() != IGNORE_INDEX
-    units = batch["answers"].flatten() // 2 if "answers" in batch else documents
+    units = documents // (unit_size or (2 if "answers" in batch else 1))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), (documents.diff() != 0).nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([len(documents)])).tolist()
     spans: list[list[slice]] = []
