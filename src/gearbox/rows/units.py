@@ -209,7 +209,7 @@ class ComparedAnswers:
         """Return a batch with `answers` and, with a reference, `reference`, both [B, T].
 
         The number of an answer is 2 x its unit in the batch + its side, and -1 elsewhere. The reference is at the first
-        token of an answer's chunk. Answers that are not compared have no labels.
+        token of an answer's chunk, as the bits of its fp32: FSDP2 would round numbers to bf16. Answers that are not compared have no labels.
         """
         chunks = batch["chunk_ids"].numpy()
         sides = np.where(chunks < 0, NOT_COMPARED, self.sides[chunks])
@@ -223,7 +223,8 @@ class ComparedAnswers:
         }
         if self.reference is not None:
             is_first = is_compared & (np.diff(chunks, axis=1, prepend=-1) != 0)
-            marked["reference"] = torch.from_numpy(np.where(is_first, self.reference[chunks], np.float32(0)))
+            at_first = np.where(is_first, self.reference[chunks], np.float32(0))
+            marked["reference"] = torch.from_numpy(at_first.view(np.int32))
         return marked
 
 
