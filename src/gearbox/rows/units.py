@@ -209,7 +209,8 @@ class ComparedAnswers:
         """Return a batch with `answers` and, with a reference, `reference`, both [B, T].
 
         The number of an answer is 2 x its unit in the batch + its side, and -1 elsewhere. The reference is at the first
-        token of an answer's chunk, as the bits of its fp32: FSDP2 would round numbers to bf16. Answers that are not compared have no labels.
+        token of an answer's chunk. It is the bits of an fp32, as int32: FSDP2 would round numbers to bf16. Answers that
+        are not compared have no labels.
         """
         chunks = batch["chunk_ids"].numpy()
         sides = np.where(chunks < 0, NOT_COMPARED, self.sides[chunks])
