@@ -102,6 +102,7 @@ clouds-test: $(CLOUDS)/.installed  ## parse the clouds' files by their tools, an
 bench: $(STAMP) smollm2  ## compare with other trainers, and measure data, checkpoints, exports and pipelines; FILE=alpaca.json
 	$(BIN)/python benchmarks/peers $(if $(FILE),--file $(FILE)) $(PEERS)
 	-$(BIN)/python benchmarks/prepare.py $(FILE)
+	$(if $(FILE),$(BIN)/python benchmarks/preferences.py $(FILE))
 	$(BIN)/python benchmarks/many_rows.py
 	$(BIN)/python benchmarks/loading.py
 	$(BIN)/python benchmarks/saving.py

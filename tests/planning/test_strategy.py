@@ -84,7 +84,7 @@ def test_a_token_takes_six_operations_for_each_weight():
 
 
 def test_kto_computes_each_token_once_more():
-    """A forward pass over all tokens of a step measures first how far the model has moved."""
+    """The pass that measures how far the model has moved is a third of training without its attention."""
     jobs = [job_of("ddp_4gpu_full", "single", None, f"train.objective={name}") for name in ("dpo", "kto")]
     shape = Architecture.of(read_config(jobs[0].recipe.model))
     dpo, kto = (cost.cost_of_step(shape, job, gpu_named("24GB")).flops_per_token for job in jobs)

@@ -61,6 +61,11 @@ class _Context(Protocol):
         """Keep tensors as `saved_tensors`."""
 
 
+def losses_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropies, [N] in fp32, as `log_probs` computes them. The logits, [N, V], are overwritten."""
+    return _losses_and_gradient(logits, labels, 1.0, None, wants_gradient=False)[0]
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """The sum of cross entropies. The forward pass computes the gradients, because it has the probabilities."""
 

@@ -209,7 +209,8 @@ class ComparedAnswers:
         """Return a batch with `answers` and, with a reference, `reference`, both [B, T].
 
         The number of an answer is 2 x its unit in the batch + its side, and -1 elsewhere. The reference is at the first
-        token of an answer's chunk. Answers that are not compared have no labels.
+        token of an answer's chunk. It is the bits of an fp32, as int32: FSDP2 would round numbers to bf16. Answers that
+        are not compared have no labels.
         """
         chunks = batch["chunk_ids"].numpy()
         sides = np.where(chunks < 0, NOT_COMPARED, self.sides[chunks])
@@ -223,18 +224,23 @@ class ComparedAnswers:
         }
         if self.reference is not None:
             is_first = is_compared & (np.diff(chunks, axis=1, prepend=-1) != 0)
-            marked["reference"] = torch.from_numpy(np.where(is_first, self.reference[chunks], np.float32(0)))
+            at_first = np.where(is_first, self.reference[chunks], np.float32(0))
+            marked["reference"] = torch.from_numpy(at_first.view(np.int32))
         return marked
 
 
-def passes_of(batch: dict[str, torch.Tensor], max_tokens: int) -> list[dict[str, torch.Tensor]]:
+def passes_of(
+    batch: dict[str, torch.Tensor], max_tokens: int, unit_size: int | None = None
+) -> list[dict[str, torch.Tensor]]:
     """Return the chunks of a packed batch as batches of one row each, [1, n], for passes of few tokens.
 
     Chunks are isolated, so the sum over the passes is the batch's. A pass has at most `max_tokens` tokens, unless a
     single chunk or unit is longer. Padding and chunks without targets are left out. There is at least one pass.
+
+    A unit has `unit_size` chunks, by default two if the batch has answers that are compared.
     """
     documents, is_target = batch["chunk_ids"].flatten(), batch["labels"].flatten() != IGNORE_INDEX
-    units = batch["answers"].flatten() // 2 if "answers" in batch else documents
+    units = documents // (unit_size or (2 if "answers" in batch else 1))
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), (documents.diff() != 0).nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([len(documents)])).tolist()
     spans: list[list[slice]] = []

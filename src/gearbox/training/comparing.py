@@ -37,6 +37,7 @@ from gearbox.rows.batches import PackedRows, StepBatch, micro_batches_of
 from gearbox.rows.splits import TrainingRows
 from gearbox.rows.units import GOOD, NOT_COMPARED, ComparedAnswers
 from gearbox.sharding.unwrap import without_adapter
+from gearbox.training.passes import passes_of
 from gearbox.training.run_folder import Run
 
 if TYPE_CHECKING:
@@ -103,11 +104,11 @@ def sums_of_answers(
             ids = row_ids[first : first + portion]
             plan = BatchPlan.divide(len(ids), num_shards, engine.job.batch.micro_rows)
             for micro in micro_batches_of(ids, shard, plan):
-                batch = rows.batch(micro)
-                # The padding is counted to the first chunk, to which it adds 0.
-                slots = torch.from_numpy(np.searchsorted(chunks, batch["chunk_ids"].numpy()).ravel())
-                losses, _ = model(**engine.to_device(batch))
-                sums.index_put_((slots.to(engine.device),), -losses.flatten().double(), accumulate=True)
+                for one_pass in passes_of(engine, rows.batch(micro), rows.unit_size):  # the same passes as in training
+                    # The padding is counted to the first chunk, to which it adds 0.
+                    slots = torch.from_numpy(np.searchsorted(chunks, one_pass["chunk_ids"].numpy()).ravel())
+                    losses, _ = model(**engine.to_device(one_pass))
+                    sums.index_put_((slots.to(engine.device),), -losses.flatten().double(), accumulate=True)
     model.train()
     same = gear.degree("tp") * gear.degree("pp")  # ranks that computed the same rows
     return chunks, (engine.sum_over_all_ranks(sums) / same).float().cpu().numpy()
@@ -184,6 +185,7 @@ def prepare(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, wa
     def keep_going() -> bool:
         return not any(engine.world.sum([watchdog.stop_requested]))
 
+    watchdog.disarm(on_stop="keeping what is known of the reference")  # else a signal would end this rank at once
     if not _complete(engine, parts, sums, write, keep_going):
         return False
     engine.world.decide(lambda: _write(own, key, sums))

@@ -8,7 +8,6 @@ import torch
 
 from gearbox import processes
 from gearbox.checkpoint.train_state import StepResult, TrainState
-from gearbox.distributed import process_group
 from gearbox.distributed.engine import Engine
 from gearbox.distributed.pipeline_parallel import Pipeline
 from gearbox.errors import UserError
@@ -16,13 +15,12 @@ from gearbox.launch.watchdog import GRACE_SECONDS, Watchdog
 from gearbox.metrics.clock import Phases, StepClock
 from gearbox.model.optimizer import learning_rate
 from gearbox.model.router_loss import imbalance, pop_loads, pop_router_loss, router_weight
-from gearbox.planning.layer_memory import pass_tokens
-from gearbox.rows import units
 from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
 from gearbox.training import comparing, evaluation
 from gearbox.training.evaluation import Questions
 from gearbox.training.outputs import Outputs
+from gearbox.training.passes import passes_of
 from gearbox.training.rows_ahead import RowsAhead
 
 
@@ -118,18 +116,6 @@ def marked_passes(engine: Engine, micro_batch: Batch) -> list[tuple[Batch, bool]
     """Return the passes of a micro-batch, each with True if it is the last one."""
     passes = passes_of(engine, micro_batch)
     return [(one_pass, number == len(passes)) for number, one_pass in enumerate(passes, start=1)]
-
-
-def passes_of(engine: Engine, micro_batch: Batch) -> list[Batch]:
-    """Return the passes of a micro-batch: groups of its packed documents, or all of it.
-
-    Other engines send weights or gradients in each pass, and a router balances the tokens of a whole row.
-    """
-    recipe, is_plain = engine.job.recipe, engine.job.gear.engine in ("single", "ddp")
-    limit = pass_tokens(recipe, process_group.runs_on_cpu())
-    if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
-        return [micro_batch]
-    return units.passes_of(micro_batch, min(limit, recipe.batch.row_tokens))
 
 
 def train_pipeline_step(
