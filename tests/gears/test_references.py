@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from gearbox.data import corpus
 from gearbox.training import comparing
 from support.documents import make_pairs
-from support.faults import at_step, patch_step
 from support.methods import METHODS
 
 GIVEN = (

@@ -78,7 +78,11 @@ def engine_of(model, micro_rows: int) -> SimpleNamespace:
     gear, batch = SimpleNamespace(degree=lambda _: 1), SimpleNamespace(micro_rows=micro_rows)
     job = SimpleNamespace(recipe=recipe, gear=gear, batch=batch)
     return SimpleNamespace(
-        **{"job": job, "model": model, "unwrapped": model, "device": torch.device("cpu"), "eval_shard": (0, 1)},
+        job=job,
+        model=model,
+        unwrapped=model,
+        device=torch.device("cpu"),
+        eval_shard=(0, 1),
         to_device=lambda batch: {name: value for name, value in batch.items() if name != "chunk_ids"},
         sum_over_all_ranks=lambda value: value,
     )
