@@ -173,6 +173,8 @@ def usable_pairs(chunks: Chunks, corpus: Corpus, hashes: NDArray[np.uint64]) -> 
     pairs = chunks.document.reshape(-1, 2)
     is_cut = (chunks.length < corpus.lengths[chunks.document]).reshape(-1, 2).any(1)
     is_same = (hashes[pairs[:, 0]] == hashes[pairs[:, 1]]) & is_cut
+    if isinstance(corpus, MismatchedCorpus):  # whose pairs are not compared with each other
+        is_same[:] = False
     return np.repeat((chunks.targets > 0).reshape(-1, 2).all(1) & ~is_same, 2)
 
 
