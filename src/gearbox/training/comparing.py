@@ -35,7 +35,7 @@ from gearbox.model import loading
 from gearbox.model.loss import Comparison
 from gearbox.rows.batches import PackedRows, StepBatch, micro_batches_of
 from gearbox.rows.splits import TrainingRows
-from gearbox.rows.units import GOOD, NOT_COMPARED, ComparedAnswers
+from gearbox.rows.units import GOOD, IGNORE_INDEX, NOT_COMPARED, ComparedAnswers
 from gearbox.sharding.unwrap import without_adapter
 from gearbox.training.passes import passes_of
 from gearbox.training.run_folder import Run
@@ -64,7 +64,7 @@ def begin_step(engine: Engine, rows: PackedRows, batch: StepBatch) -> None:
     comparison.units_per_target = batch.num_units / max(1, batch.num_targets)
     comparison.units_per_good_target = batch.num_units / max(1, batch.num_good_targets)
     if comparison.objective == "kto":
-        found = sums_of_answers(engine, rows, batch.row_ids, lambda: True)
+        found = sums_of_answers(engine, rows, batch.row_ids, lambda: True, side=NOT_COMPARED)
         assert found is not None
         comparison.moved = _moved(rows, *found)
 
@@ -84,9 +84,11 @@ def _means(objective: str, sums: torch.Tensor, moved: float) -> dict[str, float]
 
 
 def sums_of_answers(
-    engine: Engine, rows: PackedRows, row_ids: list[int], keep_going: KeepGoing
+    engine: Engine, rows: PackedRows, row_ids: list[int], keep_going: KeepGoing, side: int | None = None
 ) -> tuple[NDArray[np.int64], Sums] | None:
     """Return the chunks of these rows in order, and the log-probability of each chunk's targets, both [n].
+
+    With a side, the sums of other answers are 0, and are not computed where rows are divided into passes.
 
     The rows are divided among ranks as in an evaluation; every rank gets all sums. Return None if `keep_going`, which
     all ranks call together, returns False.
@@ -104,7 +106,11 @@ def sums_of_answers(
             ids = row_ids[first : first + portion]
             plan = BatchPlan.divide(len(ids), num_shards, engine.job.batch.micro_rows)
             for micro in micro_batches_of(ids, shard, plan):
-                for one_pass in passes_of(engine, rows.batch(micro), rows.unit_size):  # the same passes as in training
+                batch = rows.batch(micro)
+                if side is not None:
+                    is_other = _sides(rows)[batch["chunk_ids"].numpy()] != side
+                    batch["labels"].masked_fill_(torch.from_numpy(is_other), IGNORE_INDEX)
+                for one_pass in passes_of(engine, batch, rows.unit_size):  # the same passes as in training
                     # The padding is counted to the first chunk, to which it adds 0.
                     slots = torch.from_numpy(np.searchsorted(chunks, one_pass["chunk_ids"].numpy()).ravel())
                     losses, _ = model(**engine.to_device(one_pass))
@@ -112,6 +118,12 @@ def sums_of_answers(
     model.train()
     same = gear.degree("tp") * gear.degree("pp")  # ranks that computed the same rows
     return chunks, (engine.sum_over_all_ranks(sums) / same).float().cpu().numpy()
+
+
+def _sides(rows: PackedRows) -> NDArray[np.int8]:
+    """Return the side of each chunk's answer, [n]."""
+    assert rows.answers is not None
+    return rows.answers.sides
 
 
 def _moved(rows: PackedRows, chunks: NDArray[np.int64], sums: Sums) -> float:
