@@ -28,19 +28,20 @@ def teacher(tmp_path_factory, tokenizer):
     return folder
 
 
-@pytest.fixture
-def write(tmp_path, chats):
+@pytest.fixture(scope="module")
+def write(tmp_path_factory, chats):
     """Return a function that runs teach.py on forked ranks: write(gear, folder name, *overrides) -> folder."""
+    parent = tmp_path_factory.mktemp("written")
 
     def call(gear: str, name: str, *arguments: str, ranks: int = 1):
         path = ROOT / "accelerate_configs" / f"{gear}.yaml"
         loaded = load_gear(path, {"num_processes": str(ranks)})
-        given = ["recipes/tiny.yaml", "--to", str(tmp_path / name), *arguments, "batch.rows=6", "batch.micro_rows=2"]
+        given = ["recipes/tiny.yaml", "--to", str(parent / name), *arguments, "batch.rows=6", "batch.micro_rows=2"]
         given += [f"data.path={chats}", "batch.row_tokens=128", "model.init=pretrained", "train.steps=4"]
         given += ["eval.samples=0"]
         codes, output = fork_ranks(ranks, launcher_environment(path, ranks), lambda: teach.main(given, loaded))
         assert set(codes) == {0}, output
-        return tmp_path / name
+        return parent / name
 
     return call
 
@@ -57,10 +58,10 @@ def table(folder) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def test_a_student_learns_the_same_under_every_gear(train, write, teacher, tmp_path):
-    folder = write("ddp", "known", f"model.name={teacher}", "--top=8", ranks=2)
+def test_a_student_learns_the_same_under_every_gear(train, write, teacher):
+    folder = write("ddp", "top", f"model.name={teacher}", "--top=8", ranks=2)
     about = json.loads((folder / "about.json").read_text())
-    assert about["top"] == 8 and len(about["files"]) == 6 and not list(tmp_path.glob("known.tmp*"))
+    assert about["top"] == 8 and len(about["files"]) == 6 and not list(folder.parent.glob("top.tmp*"))
     given = (*EXACT, "run.rehearse=false", "model.init=random", "train.objective=distil", f"train.teacher={folder}")
     alone = train("single", *given)
     assert set(alone.codes) == {0}, alone.output
@@ -82,12 +83,17 @@ def test_a_student_learns_the_same_under_every_gear(train, write, teacher, tmp_p
             assert outcome.losses == pytest.approx(alone.losses, rel=1e-5), gear
 
 
+@pytest.fixture(scope="module")
+def known(write, teacher):
+    """Return what one device writes."""
+    return table(write("single", "known", f"model.name={teacher}", "--top=260", "data.packing=false"))
+
+
 @pytest.mark.parametrize(
     ("gear", "ranks"),
     [("ddp", 2), ("fsdp", 2), ("zero3", 2), ("tp", 2), ("pp", 2), ("ulysses", 2), ("ring", 2), ("fsdp_tp", 4)],
 )
-def test_every_gear_writes_the_same(write, teacher, gear, ranks):
-    known = table(write("single", "known", f"model.name={teacher}", "--top=260", "data.packing=false"))
+def test_every_gear_writes_the_same(write, known, teacher, gear, ranks):
     found = table(write(gear, gear, f"model.name={teacher}", "--top=260", ranks=ranks))
     assert found.keys() == known.keys() and len(known) > 10
     for key, (ids, log_probs) in known.items():
