@@ -37,7 +37,7 @@ from gearbox.rows.batches import PackedRows, StepBatch, micro_batches_of
 from gearbox.rows.splits import TrainingRows
 from gearbox.rows.units import GOOD, IGNORE_INDEX, NOT_COMPARED, ComparedAnswers
 from gearbox.sharding.unwrap import without_adapter
-from gearbox.training.passes import passes_of
+from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
 if TYPE_CHECKING:

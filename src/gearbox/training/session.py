@@ -47,7 +47,7 @@ from gearbox.rows.teacher import Teacher, TeacherFacts
 from gearbox.sharding import sharded_state
 from gearbox.sharding.unwrap import without_adapter
 from gearbox.training import evaluation, resume, run_folder
-from gearbox.training.passes import passes_of
+from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
 # Largest relative difference between our loss and the model's own loss, by precision.
