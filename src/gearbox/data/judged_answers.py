@@ -11,7 +11,6 @@ import re
 import struct
 from dataclasses import replace
 from itertools import takewhile
-from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -188,7 +187,8 @@ def _check_texts(record: JsonObject, names: FieldNames, chosen: str, rejected: s
             f"{fields[0]}: is a text without a prompt, beside {found!r}; set data.fields='{{prompt: {field}}}', or "
             "'{prompt: null}' if the text contains the prompt"
         )
-    if not commonprefix([chosen, rejected]).strip():
+    shared = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
+    if not any(letter.strip() for letter, _ in shared):
         raise InvalidRecord(_no_prompt(*fields))
     for field, text, other in zip(fields, (chosen, rejected), (rejected, chosen), strict=True):
         if ASKS.search(text) and other.startswith(text.rstrip()):
