@@ -15,7 +15,7 @@ from gearbox.planning.gpus import gpu_named
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 HEADS = "does not divide this model's 9 attention heads"
 PACKED = "packed 4-bit weights cannot be split"
-MADE = {"tiny_dpo": ["model.name=recipes/tiny"]}  # in place of the model that another run makes
+MADE = {"tiny_dpo": ["model.name=recipes/tiny", "model.init=random"]}  # in place of the model that another run makes
 REFUSED = {
     ("smollm2_135m", "tp"): HEADS,
     ("smollm2_135m", "fsdp_tp"): HEADS,
