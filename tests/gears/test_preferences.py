@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-from gearbox.config.recipe_values import JUDGED
 from gearbox.data import corpus
 from gearbox.distributed import sequence_parallel
 from gearbox.model import loss
@@ -87,8 +86,18 @@ def single():
     return get
 
 
+SELDOM = (pytest.mark.long, pytest.mark.cells)
+
+
 @pytest.mark.parametrize(
-    ("gear", "ranks"), [("ddp", 3), ("zero3", 3), ("hsdp", 4), ("tp", 2), ("ulysses", 2), ("ring", 4), ("pp", 2)]
+    ("gear", "ranks"),
+    [
+        ("ddp", 3),
+        ("zero3", 2),
+        ("ring", 2),
+        ("pp", 2),
+        *(pytest.param(*case, marks=SELDOM) for case in (("hsdp", 4), ("fsdp_tp", 4), ("ulysses", 4), ("ring", 4))),
+    ],
 )
 def test_full(compare, single, gear, ranks):
     """`make matrix` runs the others."""
@@ -129,7 +138,9 @@ def test_breakage_is_noticed(compare, single, monkeypatch, breakage):
     assert difference(compare(gear, ranks=2), reference) > 1e-3
 
 
-@pytest.mark.parametrize("objective", JUDGED)
+@pytest.mark.parametrize(
+    "objective", ["dpo", "kto", *(pytest.param(name, marks=SELDOM) for name in ("ipo", "simpo", "orpo"))]
+)
 def test_packing_ranks_and_micro_batches_change_nothing(compare, tokenizer, tmp_path, objective):
     """Each step trains all pairs, because rows that are not packed are other rows."""
     few = make_pairs(tmp_path / "few.jsonl", 20)

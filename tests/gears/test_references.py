@@ -48,6 +48,11 @@ def prefer(train, pairs):
     return call
 
 
+def kept_in(run) -> dict[str, list[float]]:
+    """Return the log-probabilities in a run's folder. The order of a file's facts differs each time it is written."""
+    return {name: values.tolist() for name, values in load_file(run.folder / comparing.REFERENCE).items()}
+
+
 def forget(cache) -> None:
     for kept in cache.glob("reference-*"):
         shutil.rmtree(kept)
@@ -93,19 +98,22 @@ def test_from_gear_to_gear_and_from_another_folder(prefer, cache, monkeypatch):
     checkpoint = cut.folder / "checkpoints" / "step-4"
     last = prefer("pp", "train.steps=5", f"run.resume={checkpoint}", "run.name=elsewhere", ranks=2)
     assert last.losses == pytest.approx(whole.losses[4:], rel=1e-5)
-    kept = [(run.folder / comparing.REFERENCE).read_bytes() for run in (cut, last)]
-    assert kept[0] == kept[1]
+    assert kept_in(cut) == kept_in(last)
     for name, tensor in last.weights.items():
         assert torch.allclose(tensor, whole.weights[name], rtol=0, atol=1e-5), name
 
 
-def damage(path, pairs) -> None:
+def remove(path) -> None:
+    path.unlink()
+
+
+def damage(path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
 
 
-def of_other_rows(path, pairs) -> None:
+def of_other_rows(path) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
@@ -113,15 +121,17 @@ def of_other_rows(path, pairs) -> None:
     save_file(load_file(path), path, facts | {"key": "another"})
 
 
-@pytest.mark.parametrize("spoil", [lambda path, pairs: path.unlink(), damage, of_other_rows])
-def test_a_lost_reference_is_refused(prefer, cache, pairs, spoil):
+@pytest.mark.parametrize(
+    "spoil", [remove, damage, pytest.param(of_other_rows, marks=(pytest.mark.long, pytest.mark.cells))]
+)
+def test_a_lost_reference_is_refused(prefer, cache, spoil):
     cut = prefer("single", "train.steps=2")
     reference = cut.folder / comparing.REFERENCE
-    usual = reference.read_bytes()
-    spoil(reference, pairs)
+    usual = kept_in(cut)
+    spoil(reference)
     again = prefer("single", "train.steps=3", "run.resume=latest")  # the cache has it
-    assert "step-2 at step 2" in again.output and reference.read_bytes() == usual
-    spoil(reference, pairs)
+    assert "step-2 at step 2" in again.output and kept_in(again) == usual
+    spoil(reference)
     forget(cache)
     refused = prefer("ddp", "train.steps=4", "run.resume=latest", ranks=2, codes=(2,))
     assert f"{reference}: is missing, damaged or of other rows, and {cut.folder}" in refused.output
@@ -150,11 +160,11 @@ def test_a_stop_within_the_reference_keeps_what_is_done(prefer, cache, monkeypat
     forget(cache)
     with monkeypatch.context() as here:
         stop_within_reference(here, 3)
-        stopped = prefer(gear, "train.steps=2", ranks=ranks, codes=(85,))
+        stopped = prefer(gear, "train.steps=2", ranks=ranks, codes=(85 if gear == "single" else 0,))
     assert "run the same command" in stopped.output
     (kept,) = cache.glob("reference-*/*.safetensors")
     share = np.isfinite(load_file(kept)["training"]).mean()
     assert 0 < share < 1
     last = prefer(gear, "train.steps=2", ranks=ranks)
     assert last.losses == whole.losses
-    assert (last.folder / comparing.REFERENCE).read_bytes() == (whole.folder / comparing.REFERENCE).read_bytes()
+    assert kept_in(last) == kept_in(whole)
