@@ -65,11 +65,14 @@ def main(arguments: list[str]) -> None:
         from gearbox.reporting import model_facts
 
     transformers.logging.set_verbosity_error()  # the checks report what matters
+    objective = like.train.objective if options.data is None else model_facts.objective_for(data, like)
+    like = strategy.with_values(like, "train", objective=objective)
     facts = model_facts.read(model, data, like.forms)
     methods = new_recipe.methods_from(like.method) if named else METHODS
     choice = new_recipe.choose(facts, like, gpus, options.method, methods)
     like_path = named or new_recipe.nearest_recipe(choice.method, choice.gear)
     draft = recipe_draft.compose(facts, choice, load_like(like_path), options.data, named is not None)
+    recipe_draft.set_objective(draft, objective, choice.method)
     if options.data is not None and named is None:
         recipe_draft.set_rows(draft, num_rows(draft), gpus)
         like = strategy.with_values(like, "batch", rows=draft.get("batch.rows"))

@@ -74,7 +74,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize(("name", "said"), SWITCHES.items())
 def test_a_switch_from_elsewhere_is_answered_with_what_it_means(name, said):
-    """An option of another trainer that is off is never turned on, and its value is no value of our key."""
+    """An option of another trainer that is off is never turned on, and our key does not have its value."""
     for value, advice in zip(("true", "false", "null"), (*said, "remove it"), strict=True):
         assert refusal(f"{name}={value}") == [f"command line: {name}: unknown key; {advice}"]
     for key in ("data.supervise", "adapter.method"):

@@ -81,7 +81,8 @@ def refusal(tmp_path: Path, *overrides: str, **changes) -> list[str]:
         ({"data": {"path": "no/such.jsonl"}}, "data.path: no such file 'no/such.jsonl'"),
         (
             {"data": {"path": "builtin:task"}},
-            "unknown built-in data 'builtin:task'; the built-in data are builtin:tasks, builtin:forms, builtin:preferences",
+            "unknown built-in data 'builtin:task'; the built-in data are builtin:tasks, builtin:forms, "
+            "builtin:preferences",
         ),
     ],
 )

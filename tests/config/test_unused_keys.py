@@ -64,7 +64,7 @@ def test_a_key_without_effect_is_named(tmp_path, overrides, said):
         "",
         "adapter.method=lora adapter.r=8",
         "adapter.method=none",
-        "train.objective=kto data.path=builtin:preferences preference.undesirable_weight=2 preference.beta=0.2 preference.sft_weight=1",
+        "train.objective=kto data.path=builtin:preferences preference.undesirable_weight=2 preference.sft_weight=1",
         "data.split=test data.path=org/data model.revision=main model.name=org/model run.rehearse=true",
         "data.split=test data.path=SAVED",
         "data.text_unit=line data.path=FOLDER",

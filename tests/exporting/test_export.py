@@ -199,10 +199,31 @@ def test_a_folder_that_loads_as_another_model_is_refused(base, tmp_path, monkeyp
     refused("answers otherwise than its source|missing_keys|unexpected", base, tmp_path / "x")
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """Return the folders of the runs made so far, by their overrides, each with an untouched copy."""
+    return {}
+
+
+@pytest.fixture
+def undamaged(train, runs, tmp_path_factory):
+    """Return a function that trains on one device once per set of overrides, and returns the folder as it was left."""
+
+    def call(*overrides: str) -> Path:
+        if overrides not in runs:
+            folder = train("single", *overrides).folder
+            runs[overrides] = folder, shutil.copytree(folder, tmp_path_factory.mktemp("kept") / "run")
+        folder, kept = runs[overrides]
+        shutil.rmtree(folder)
+        return Path(shutil.copytree(kept, folder))
+
+    return call
+
+
 @pytest.mark.parametrize("fault", ["shard", "manifest", "base", "no base"])
-def test_a_damaged_checkpoint_or_base_is_refused(train, tmp_path, fault):
-    outcome = train("single", "save.every=1", "train.steps=1", "adapter.method=lora")
-    checkpoint, base = outcome.folder / "checkpoints/step-1", outcome.folder / "base"
+def test_a_damaged_checkpoint_or_base_is_refused(undamaged, tmp_path, fault):
+    run = undamaged("save.every=1", "train.steps=1", "adapter.method=lora")
+    checkpoint, base = run / "checkpoints/step-1", run / "base"
     if fault == "shard":
         (shard,) = checkpoint.glob("*.safetensors")
         content = bytearray(shard.read_bytes())
@@ -312,17 +333,17 @@ def test_an_earlier_export_survives_an_interrupted_one(base, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("fault", ["manifest", "shard"])
-def test_the_last_checkpoint_of_an_unfinished_run_is_taken(train, tmp_path, fault):
-    outcome = train("single", "save.every=1", "train.steps=3")
-    status = outcome.folder / "status.json"
+def test_the_last_checkpoint_of_an_unfinished_run_is_taken(undamaged, tmp_path, fault):
+    run = undamaged("save.every=1", "train.steps=3")
+    status = run / "status.json"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"outcome": "saved"}))
-    newest = max((outcome.folder / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
     if fault == "manifest":
         (newest / MANIFEST).write_text("{}")
     else:
         (shard,) = newest.glob("*.safetensors")
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    folder = export(outcome.folder, tmp_path / "x")
+    folder = export(run, tmp_path / "x")
     assert json.loads((folder / "gearbox_export.json").read_text())["step"] == 2
 
 

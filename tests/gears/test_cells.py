@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.cells, pytest.mark.ranks]
 GEARS, METHODS = gear_names(), list(matrix.COLUMNS)
 DIAGONAL = [(gear, METHODS[i % len(METHODS)]) for i, gear in enumerate(GEARS)]
 REST = [(gear, method) for gear in GEARS for method in METHODS if (gear, method) not in DIAGONAL]
-NUM_ROTATING = 4  # per day, of about 100
+NUM_ROTATING = 4  # per day, of about 140
 FIRST = datetime.now(UTC).toordinal() * NUM_ROTATING
 ROTATING = [REST[i % len(REST)] for i in range(FIRST, FIRST + NUM_ROTATING)]
 

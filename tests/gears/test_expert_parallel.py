@@ -25,6 +25,19 @@ def moe(train, tmp_path):
     return call
 
 
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Return get(moe, family), which trains each family on one device once."""
+    made = {}
+
+    def get(moe, family: str):
+        if family not in made:
+            made[family] = checked(moe(family, "single"))
+        return made[family]
+
+    return get
+
+
 def checked(outcome):
     assert set(outcome.codes) == {0}, outcome.output
     return outcome
@@ -44,9 +57,9 @@ def assert_same(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("Mixtral", 4), ("Qwen3Moe", 2), ("GptOss", 2), ("Olmoe", 2)])
-def test_divided_experts_train_the_same(moe, family, ranks):
+def test_divided_experts_train_the_same(moe, on_one_device, family, ranks):
     """Compare with one device. On 4 ranks each half of the experts is on two ranks, and FSDP2 divides it."""
-    alone, shared = checked(moe(family, "single")), checked(moe(family, "ep", ranks=ranks))
+    alone, shared = on_one_device(moe, family), checked(moe(family, "ep", ranks=ranks))
     assert numbers(alone, "grad_norm")[0] > 0.5, "the clip must take effect"
     assert_same(shared, alone)
     assert numbers(alone, "rank_load") == []
@@ -75,9 +88,9 @@ def test_a_rank_may_get_no_token(moe, tmp_path):
     assert numbers(shared, "rank_load") == pytest.approx([2.0] * len(shared.losses))
 
 
-def test_gradients_averaged_over_copies_are_noticed(moe, monkeypatch):
+def test_gradients_averaged_over_copies_are_noticed(moe, on_one_device, monkeypatch):
     """Remove the divisor. FSDP2 then divides the gradients of experts by the number of their copies."""
-    alone = checked(moe("Mixtral", "single"))
+    alone = on_one_device(moe, "Mixtral")
     usual = experts.fully_shard
 
     def without_factor(*arguments, **options):

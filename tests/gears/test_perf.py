@@ -22,13 +22,26 @@ LONG = (pytest.mark.long, pytest.mark.cells)
 
 
 @pytest.fixture(scope="module")
-def usual():
-    """Return get(train, gear, ranks), which runs each gear once without any key of perf."""
-    made = {}
+def calls_of_head(tmp_path_factory):
+    """Return a folder with a file per gear, to which `usual` adds a byte for each call of the fused head."""
+    return tmp_path_factory.mktemp("calls")
+
+
+@pytest.fixture(scope="module")
+def usual(calls_of_head):
+    """Return get(train, gear, ranks), which runs each gear once without keys of perf, and counts calls of the head."""
+    made, compute = {}, heads.cross_entropy_sum
 
     def get(train, gear, ranks):
+        def counted(*arguments):
+            with (calls_of_head / gear).open("a") as file:
+                file.write("x")
+            return compute(*arguments)
+
         if gear not in made:
-            made[gear] = results(train(gear, *FULL, ranks=ranks))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(heads, "cross_entropy_sum", counted)
+                made[gear] = results(train(gear, *FULL, ranks=ranks))
         return made[gear]
 
     return get
@@ -164,25 +177,15 @@ def test_rows_divided_into_passes_give_the_same_model(train, usual, monkeypatch,
 
 
 @pytest.mark.parametrize(("gear", "method"), [("single", "none"), ("fsdp", "lora")])
-def test_without_our_kernels_the_model_is_the_same(train, gear, method):
-    given = (*FULL, f"adapter.method={method}")
-    ours = results(train(gear, *given, ranks=1 if gear == "single" else 2))
-    plain = results(
-        train(gear, *given, "perf.kernels=none", "model.attention=sdpa", ranks=1 if gear == "single" else 2)
-    )
+def test_without_our_kernels_the_model_is_the_same(train, usual, gear, method):
+    given, ranks = (*FULL, f"adapter.method={method}"), 1 if gear == "single" else 2
+    ours = usual(train, gear, ranks) if method == "none" else results(train(gear, *given, ranks=ranks))
+    plain = results(train(gear, *given, "perf.kernels=none", "model.attention=sdpa", ranks=ranks))
     assert_close(ours, plain, 1e-5)
 
 
 @pytest.mark.parametrize(("gear", "ranks"), [("single", None), ("ddp", 2), ("fsdp", 2), ("zero3", 2)])
-def test_the_head_computes_its_gradient_with_the_logits(train, tmp_path, monkeypatch, gear, ranks):
+def test_the_head_computes_its_gradient_with_the_logits(train, usual, calls_of_head, gear, ranks):
     """The fused head runs in each micro-batch under each engine, although FSDP2 replaces the class of a layer."""
-    usual, marks = heads.cross_entropy_sum, tmp_path / "marks"
-
-    def counted(*arguments):
-        with marks.open("a") as file:
-            file.write("x")
-        return usual(*arguments)
-
-    monkeypatch.setattr(heads, "cross_entropy_sum", counted)
-    results(train(gear, *FULL, ranks=ranks))
-    assert len(marks.read_text()) >= 6
+    usual(train, gear, ranks)
+    assert len((calls_of_head / gear).read_text()) >= 6

@@ -36,7 +36,7 @@ def test_every_gear_trains_the_same_in_bf16(train, bf16, monkeypatch, of_one_dev
             fp32.setattr(engine, "precision", lambda gear: "no")
             of_one_device[changes] = train("single", *changes).losses
     assert load_gear(ROOT / f"accelerate_configs/{gear}.yaml").precision == "bf16"
-    outcome = train(gear, *changes)
+    outcome = train(gear, *changes, ranks=2 if gear == "ddp" else None)  # other gears use the ranks of their files
     assert set(outcome.codes) == {0}, outcome.output
     assert outcome.losses == pytest.approx(of_one_device[changes], rel=2e-3)
     assert outcome.losses != of_one_device[changes]

@@ -16,7 +16,8 @@ from gearbox.planning.architecture import Architecture
 from gearbox.planning.gpus import Gpu
 from gearbox.planning.new_recipe import ModelFacts, Sizes, parse_gpus
 from gearbox.planning.strategy import METHODS, Machines
-from gearbox.reporting import recipe_draft, recipe_text
+from gearbox.reporting import model_facts, recipe_draft, recipe_text
+from support.corpora import jsonl
 
 LIKE = load_recipe(ROOT / "recipes/fsdp_2gpu.yaml")
 QWEN = Sizes(7_615_616_512, 6_525_288_448, 0, 2_523_136)
@@ -149,6 +150,25 @@ def test_keys_of_the_other_model_are_left_out():
     assert (content["model"], content["adapter"]) == ({"name": "org/model"}, {"method": "lora"})
     assert content["perf"] == {"checkpointing": "full"} and not content.get("run")
     assert content["data"] == {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft[:20000]"}
+
+
+def test_data_with_judged_answers_get_an_objective(tmp_path):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    records = {
+        "sft": {"prompt": "a", "completion": "b"},
+        "dpo": pair,
+        "kto": {**pair, "label": True, "completion": "b"},
+    }
+    del records["kto"]["chosen"], records["kto"]["rejected"]
+    recipe = load_recipe(ROOT / "recipes/ddp_4gpu.yaml")
+    for objective, record in records.items():
+        data = recipe.data.model_copy(update={"path": str(jsonl(tmp_path / f"{objective}.jsonl", [record]))})
+        assert model_facts.objective_for(data, recipe) == objective
+    draft = recipe_draft.Draft({"optim": {"lr": 2e-4}})
+    recipe_draft.set_objective(draft, "sft", "lora")
+    assert not draft.changes
+    recipe_draft.set_objective(draft, "dpo", "lora")
+    assert draft.content == {"optim": {"lr": 5e-6}, "train": {"objective": "dpo"}}
 
 
 @pytest.mark.parametrize(

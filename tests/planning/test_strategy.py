@@ -83,6 +83,16 @@ def test_a_token_takes_six_operations_for_each_weight():
     assert count == pytest.approx(6 * shape.active_weights + attention, rel=1e-9)
 
 
+def test_kto_computes_each_token_once_more():
+    """The pass that measures how far the model has moved is a third of training without its attention."""
+    jobs = [job_of("ddp_4gpu_full", "single", None, f"train.objective={name}") for name in ("dpo", "kto")]
+    shape = Architecture.of(read_config(jobs[0].recipe.model))
+    dpo, kto = (cost.cost_of_step(shape, job, gpu_named("24GB")).flops_per_token for job in jobs)
+    row_tokens = jobs[0].recipe.batch.row_tokens
+    attention = shape.num_layers * shape.heads * shape.head_size * row_tokens
+    assert kto - dpo == pytest.approx(2 * shape.active_weights + 2 * attention, rel=1e-9)
+
+
 # As docs/parallelism.md has it, for W weights and m micro-batches. test_held_and_sent.py counts it in real steps.
 SENT = {
     ("ddp", 4): lambda w, m: 8 * w * 3 / 4,

@@ -62,7 +62,7 @@ def test_the_commands_leave_these_runs(clone):
         [f"tiny-ddp{end}" for end in ("", "-2", "-3", "-4")],
         [f"tiny-single{end}" for end in ("", "-2", "-3")],
     )
-    assert runs == [*ddp, "tiny-ep", *single, "tiny-zero3"]
+    assert runs == [*ddp, "tiny-ep", "tiny-forms", *single, "tiny-zero3"]
     mine = yaml.safe_load((clone / "recipes/mine.yaml").read_text())
     assert mine["model"]["name"] == "HuggingFaceTB/SmolLM2-1.7B-Instruct"
     assert mine["data"] == {"path": "recipes/chats.jsonl"}

@@ -95,7 +95,7 @@ def test_a_model_that_another_run_makes_is_named_with_its_command(tmp_path, monk
     """Say what to run first, with a command that makes that folder. A rehearsal needs no such run."""
     path = ROOT / "recipes" / "tiny_dpo.yaml"
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="model.name: no such folder 'runs/tiny-forms/model'; first run `") as caught:
+    with pytest.raises(UserError, match=r"model\.name: no such folder 'runs/tiny-forms/model'; first run `") as caught:
         load_recipe(path)
     (command,) = re.findall(r"`python src/launch\.py single (.*)`", str(caught.value))
     assert f"launch.py single {command}" in path.read_text()

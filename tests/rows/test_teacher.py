@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from gearbox.config.job import BatchPlan
-from gearbox.data.teacher_files import ABOUT, TeacherFacts
 from gearbox.errors import UserError
 from gearbox.rows.batches import make_step_batch
-from gearbox.rows.teacher import PartWriter, Teacher
+from gearbox.rows.teacher import ABOUT, PartWriter, Teacher, TeacherFacts
 from gearbox.rows.units import IGNORE_INDEX
 from support.documents import Made, random_documents
 

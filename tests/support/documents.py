@@ -1,4 +1,4 @@
-"""Make artificial documents: in memory, for tests that need rows but no files, and as a file of chats."""
+"""Make artificial documents: in memory, for tests that need rows but no files, and as files of chats and pairs."""
 
 import json
 from pathlib import Path
@@ -49,4 +49,17 @@ def make_chats(path: Path) -> Path:
     documents = builtin_tasks.documents(600)
     joined = [documents[2 * i]["messages"] * (1 + i % 3) + documents[2 * i + 1]["messages"] for i in range(300)]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in joined))
+    return path
+
+
+def make_pairs(path: Path, number: int = 120) -> Path:
+    """Write pairs of answers of uneven length, some after several turns, as a file of preferences."""
+    documents = [one["messages"] for one in builtin_tasks.documents(3 * number)]
+    records = []
+    for i in range(number):
+        earlier = [turn for chat in documents[2 * i : 2 * i + i % 3] for turn in chat]
+        question, answer = documents[2 * i + 2]
+        good = {"role": "assistant", "content": answer["content"].upper() * (1 + i % 2)}
+        records.append({"prompt": [*earlier, question], "chosen": [good], "rejected": [answer]})
+    path.write_text("\n".join(map(json.dumps, records)))
     return path

@@ -1,11 +1,14 @@
 """Run every method under every gear, and write the results to docs/matrix.md (`make matrix`).
 
+Usage: python tests/support/matrix.py [METHOD ...]. Given methods are run alone, and the other columns are kept.
+
 A cell is two runs on warm forked ranks: two steps with a checkpoint, and two more steps resumed from it. Losses, saved
 steps and the exported files are compared with the same method on one device.
 """
 
 import json
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,13 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from gearbox import ROOT
 from gearbox.checkpoint.folders import list_checkpoints
 from gearbox.config.gear import gear_names, load_gear
+from gearbox.data import corpus
 from gearbox.proving import description
-from support.documents import make_chats
+from support.documents import make_chats, make_pairs
 from support.gears import model_for
 from support.methods import METHODS
 from support.ranks import Outcome, run_ranks, skip_loading_back
 
 TABLE = ROOT / "docs" / "matrix.md"
+COMPARED = ("train.objective=dpo", "data.path={pairs}")
 COLUMNS = METHODS | {
     "tokens": ("adapter.method=lora", "model.add_tokens=[<think>]"),
     "continued": (
@@ -38,6 +43,9 @@ COLUMNS = METHODS | {
         "model.init=pretrained",
         "run.rehearse=false",
     ),
+    "dpo": COMPARED,
+    "dpo_lora": (*COMPARED, *METHODS["lora"]),
+    "dpo_qlora": (*COMPARED, *METHODS["qlora"]),
 }
 STAGES = ("train", "save", "resume", "export")
 TOLERANCE = 1e-4  # relative for losses, absolute for weights
@@ -61,7 +69,7 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.chats = make_chats(folder / "chats.jsonl")
+        self.chats, self.pairs = make_chats(folder / "chats.jsonl"), make_pairs(folder / "pairs.jsonl")
         self.references: dict[tuple[str, tuple[str, ...]], Outcome] = {}
 
     def cell(self, gear: str, method: str) -> Cell:
@@ -100,10 +108,12 @@ class Matrix:
             "schedule.name": "constant", "schedule.warmup": "0", "optim.lr": "5e-3", "optim.eps": "1e-3",
             "eval.fraction": "0", "eval.samples": "0", "save.every": "2",
         }  # fmt: skip
-        places = {}
+        places = {"pairs": self.pairs}
+        for kept in (corpus.cache() / "gearbox").glob("reference-*"):  # each run computes its own
+            shutil.rmtree(kept)
         if method == "continued":
             start = self.reference("lora", model).folder
-            places = {"adapter": start / "model", "base": start / "base"}
+            places |= {"adapter": start / "model", "base": start / "base"}
         given = [setting.format(**places) for setting in COLUMNS[method]]
         arguments = [*(f"{key}={value}" for key, value in settings.items()), *model, *given, *more]
         return run_ranks(gear, ["recipes/tiny.yaml", *arguments], self.folder / "runs" / gear / method)
@@ -142,13 +152,20 @@ def same_model(ours: Path, theirs: Path) -> bool:
 
 def read_table() -> dict[tuple[str, str], str]:
     """Return the committed marks by gear and method."""
-    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
-    methods = list(COLUMNS)
-    return {
-        (row[0].strip("`"), method): re.sub(r" \[\d+\]", "", mark)
-        for row in rows
-        for method, mark in zip(methods, row[2:], strict=True)
-    }
+    return {key: cell.mark for key, cell in read_cells().items()}
+
+
+def read_cells() -> dict[tuple[str, str], Cell]:
+    """Return the committed results by gear and method."""
+    lines = TABLE.read_text().splitlines()
+    notes = dict(line.split(". ", 1) for line in lines if re.match(r"\d+\. ", line))
+    methods = next(line for line in lines if line.startswith("| gear")).strip("| ").split(" | ")[2:]
+    cells = {}
+    for row in (line.strip("| ").split(" | ") for line in lines if line.startswith("| `")):
+        for method, text in zip(methods, row[2:], strict=True):
+            mark, _, note = text.rstrip("]").partition(" [")
+            cells[row[0].strip("`"), method] = Cell(STAGES if mark == "yes" else (), notes[note] if note else "")
+    return cells
 
 
 def write_table(cells: dict[tuple[str, str], Cell]) -> None:
@@ -182,7 +199,8 @@ make matrix
 A run marked `yes` trained two steps, saved a checkpoint, resumed from it for two more steps, and exported its model.
 Losses and exported weights match the same method on one device within {TOLERANCE:g}, in fp32. A `refused` run stopped
 before training with the message in the footnote. `tokens` is LoRA with `model.add_tokens`; `continued` trains
-an existing adapter further. Under `ep` the model is a mixture, with adapters on its attention.
+an existing adapter further. `dpo` compares pairs of answers, with full training, LoRA and QLoRA; each run computes its
+own reference. Under `ep` the model is a mixture, with adapters on its attention.
 
 | gear | ranks | {" | ".join(COLUMNS)} |
 |---|---|{"---|" * len(COLUMNS)}
@@ -202,9 +220,10 @@ def main() -> None:
     skip_loading_back(pytest.MonkeyPatch())
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
-        cells = {}
+        chosen = sys.argv[1:] or [*COLUMNS]
+        cells = {} if chosen == [*COLUMNS] else read_cells()
         for gear in gear_names():
-            for method in COLUMNS:
+            for method in chosen:
                 cells[gear, method] = cell = matrix.cell(gear, method)
                 print(f"{gear:14} {method:10} {cell.mark:10} {cell.why}", flush=True)
     write_table(cells)

@@ -17,7 +17,6 @@ from gearbox.data import judged_answers, row_formats, sources
 from gearbox.data.records import RecordReader
 from gearbox.data.row_formats import InvalidRecord
 from gearbox.data.sources import Origin, Unreadable, parse_json
-from gearbox.data.teacher_files import TeacherFacts
 from gearbox.errors import UserError, nearest, one_line
 from gearbox.filesystem import MAX_SMALL_BYTES, read_limited
 
@@ -131,10 +130,8 @@ def records(subject: Subject) -> Iterator[Said]:
 
 
 def teacher(subject: Subject) -> Iterator[Said]:
-    """Check that the folder with a teacher's probabilities is complete."""
+    """Check that the folder with a teacher's probabilities exists and is complete. The run reads its files."""
     folder = subject.recipe.train.teacher
-    if folder is not None:
-        try:
-            TeacherFacts.read(Path(folder))
-        except UserError as error:
-            yield subject.say(str(error))
+    if folder is not None and not Path(folder, "about.json").is_file():
+        why = "is not complete: it has no about.json" if Path(folder).is_dir() else "does not exist"
+        yield subject.say(f"train.teacher: {folder} {why}; write it with src/teach.py")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gearbox.data.sources import JSON
 
-NUM_DOCUMENTS, NUM_PAIRS = 20_000, 4_000
+NUM_DOCUMENTS, NUM_PAIRS = 20_000, 1_000
 LETTERS = "abcdefghij"  # 8 heads with rotary base 100 learn these in 3 minutes, but not 26 letters or with base 10,000
 TASKS: dict[str, Callable[[str], str]] = {
     "first": lambda letters: letters[0],

@@ -11,13 +11,13 @@ import re
 import struct
 from dataclasses import replace
 from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from gearbox.config.recipe_values import ANSWERS, FORMS
 from gearbox.data import row_formats
-from gearbox.data.chat_rendering import common_prefix
 from gearbox.data.row_formats import Chat, FieldNames, InvalidRecord, JsonObject, Turn, kind_of, make_turn
 from gearbox.data.sources import JSON
 
@@ -188,7 +188,7 @@ def _check_texts(record: JsonObject, names: FieldNames, chosen: str, rejected: s
             f"{fields[0]}: is a text without a prompt, beside {found!r}; set data.fields='{{prompt: {field}}}', or "
             "'{prompt: null}' if the text contains the prompt"
         )
-    if not chosen[: common_prefix(chosen, rejected)].strip():
+    if not commonprefix([chosen, rejected]).strip():
         raise InvalidRecord(_no_prompt(*fields))
     for field, text, other in zip(fields, (chosen, rejected), (rejected, chosen), strict=True):
         if ASKS.search(text) and other.startswith(text.rstrip()):

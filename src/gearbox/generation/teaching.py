@@ -13,13 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from gearbox import filesystem
 from gearbox.config.job import BatchPlan
 from gearbox.console import format_bytes, status
-from gearbox.data.teacher_files import File, TeacherFacts
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 from gearbox.model import loading
 from gearbox.rows import teacher
 from gearbox.rows.batches import Batch, PackedRows, micro_batches_of
-from gearbox.rows.teacher import PartWriter
+from gearbox.rows.teacher import File, PartWriter, TeacherFacts
 from gearbox.world import World
 
 APPEARS_SECONDS = 10.0  # for the folder on other machines; NFS may cache that it is missing

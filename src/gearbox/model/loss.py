@@ -90,7 +90,8 @@ class Comparison:
         """
         numbers, is_target = inputs["answers"].flatten(), labels.flatten() != IGNORE_INDEX
         size = 2 * -(-len(numbers) * self.num_sharing // 2)  # more than there can be answers of at least a token
-        reference = inputs.get("reference", torch.zeros_like(log_probs)).flatten()
+        bits = inputs.get("reference")
+        reference = torch.zeros_like(log_probs) if bits is None else bits.flatten().view(torch.float32)
         columns = [column.double() for column in (log_probs, reference, is_target)]  # as the reference is summed
         slots = torch.where(numbers < 0, size, numbers)  # the last slot is for tokens of no answer
         sums = self.sharing(torch.stack([_sums(column, slots, size + 1)[:size] for column in columns]))

@@ -57,6 +57,8 @@ def cost_of_step(shape: Architecture, job: Job, gpu: Gpu, num_machines: int = 1,
     setup, batch, gear = Setup.of(job), job.batch, job.gear
     tokens = batch.rows * job.recipe.batch.row_tokens
     flops = tokens * flops_per_token(shape, setup, job.recipe.batch.row_tokens)
+    if job.recipe.train.objective == "kto":  # measures first how far the model has moved
+        flops += tokens * forward_flops_per_token(shape, job.recipe.batch.row_tokens)
     sent = sent_per_step(shape, setup, job)
     if gpu.tflops is None:
         return Cost(flops, sent, tokens, None)
@@ -88,6 +90,12 @@ def flops_per_token(shape: Architecture, setup: Setup, row_tokens: int) -> float
     backward = forward + (2 * in_layers if setup.trains_all else 0) + 2 * attention
     again = forward if setup.checkpointing in ("full", "offload") else 0
     return forward + backward + again + 2 * head * (3 if setup.trains_all else 2)
+
+
+def forward_flops_per_token(shape: Architecture, row_tokens: int) -> float:
+    """Return the operations for a token of a forward pass, as for a reference's log-probabilities."""
+    attention = 2 * shape.num_layers * shape.heads * shape.head_size * row_tokens / 2
+    return 2 * (shape.active_weights + attention)
 
 
 def sent_per_step(shape: Architecture, setup: Setup, job: Job) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from gearbox.config.recipe_values import WITH_REFERENCE
 from gearbox.console import Screen, styled
 from gearbox.planning.architecture import Architecture
 from gearbox.planning.gpus import ANY_MEMORY, GIB
@@ -129,6 +130,8 @@ def show_best(screen: Screen, best: Option) -> None:
         "checkpoint": f"{gib(found.checkpoint_bytes)} GiB",
         "a token": f"{cost.flops_per_token / 1e9:,.1f} GFLOP, {cost.sent_per_token:,.0f} bytes sent by a GPU",
     }
+    if best.job.recipe.train.objective in WITH_REFERENCE:
+        lines["reference"] = "one forward pass over all rows before the first step, kept for later runs"
     if cost.seconds is not None:
         lines["time"] = f"{duration(cost.seconds)} a step, {cost.tokens / cost.seconds:,.0f} tokens/s"
         if best.run_seconds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,8 @@ from gearbox import ROOT
 from gearbox.checks.model import NO_LANGUAGE_MODEL
 from gearbox.config.adapter_settings import SavedAdapter, read_adapter_config
 from gearbox.config.loader import is_local
-from gearbox.config.recipe import Data
+from gearbox.config.recipe import Data, Recipe
+from gearbox.config.recipe_values import JUDGED
 from gearbox.data import sources
 from gearbox.data.loss_mask import ChatTokenizer
 from gearbox.data.records import RecordReader
@@ -200,6 +202,19 @@ def _positions(config: PretrainedConfig | None, raw: Config) -> int | None:
         text = config.get_text_config(decoder=True)
         number = probes.num_positions(config) or getattr(text, "max_position_embeddings", None)
     return number if type(number) is int and number > 0 else None
+
+
+def objective_for(data: Data, like: Recipe) -> str:
+    """Return the objective of a recipe, or one that can train on the data: `dpo` for pairs, `kto` for labels."""
+    usual = like.train.objective
+    if not all(is_local(source.path) and not is_prepared(source.path) for source in data.sources):
+        return usual
+    for objective, forms in ((usual, like.forms), ("dpo", JUDGED["dpo"]), ("kto", JUDGED["kto"])):
+        with suppress(UserError, StopIteration):
+            for origin in sources.find(data.sources):
+                next(RecordReader([origin], data, forms).items())
+            return objective
+    return usual
 
 
 def _are_texts(data: Data, forms: tuple[str, ...]) -> bool:

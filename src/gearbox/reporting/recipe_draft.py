@@ -21,6 +21,7 @@ OWN_EPOCHS = 3  # over data that the user gives, whose number of rows is not kno
 EPOCH_STEPS = 8  # at least, in an epoch over such data
 RATES = ((3e9, 1e-5), (5e8, 2e-5), (0, 1e-4))  # peak learning rates of full training, by the number of weights
 ADAPTER_RATE = 2e-4
+COMPARING_RATES = (5e-6, 5e-7)  # of an adapter and of full training: the alignment-handbook's for Zephyr 7B
 
 
 class Change(NamedTuple):
@@ -106,6 +107,13 @@ def set_rows(draft: Draft, num_rows: int | None, gpus: Machines) -> None:
     if num_rows is not None and isinstance(rows, int):
         fewer = max(gpus.total, 2 ** ((num_rows // EPOCH_STEPS).bit_length() - 1) if num_rows >= EPOCH_STEPS else 1)
         draft.set("batch.rows", min(rows, fewer), f"the data fill only {num_rows:,}")
+
+
+def set_objective(draft: Draft, objective: str, method: str) -> None:
+    """Give a recipe the objective that suits its data, with a learning rate that is usual for comparing answers."""
+    if objective != draft.get("train.objective"):
+        draft.set("train.objective", objective, "the data have answers to compare")
+        draft.set("optim.lr", COMPARING_RATES[method == "full"], "usual for comparing answers")
 
 
 def _set_adapter(draft: Draft, facts: ModelFacts, choice: Choice) -> None:

@@ -18,7 +18,20 @@ from gearbox.planning.new_recipe import TITLES, Choice, ModelFacts, described
 from gearbox.reporting.recipe_draft import Change, about_template, about_weights
 
 SCHEMA = ROOT / "recipes" / "schema.json"
-GROUPS = ("model", "perf", "adapter", "data", "batch", "optim", "schedule", "train", "eval", "save", "run")
+GROUPS = (
+    "model",
+    "perf",
+    "adapter",
+    "data",
+    "batch",
+    "optim",
+    "schedule",
+    "train",
+    "preference",
+    "eval",
+    "save",
+    "run",
+)
 MAX_COLUMNS, MAX_SHOWN = 120, 60
 GB, MB = 10**9, 10**6
 MAX_PLAIN = 10**6  # a larger number is shorter with an exponent

@@ -2,7 +2,7 @@
 
 The probabilities depend on a chunk's tokens only, so a chunk is found by its content. Other rows, another order and
 other held-out documents find the same ones. Each rank that computes some writes a part, which is three files: the
-chunks in order, the ids and the log-probabilities of all their targets.
+chunks in order, the ids and the log-probabilities of all their targets. Last comes about.json, which lists the files.
 
 Shapes: B rows of a micro-batch, T tokens of a row, k known tokens, n targets.
 """
@@ -10,10 +10,11 @@ Shapes: B rows of a micro-batch, T tokens of a row, k known tokens, n targets.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox import filesystem
-from gearbox.data.teacher_files import AGAIN, File, TeacherFacts
 from gearbox.errors import UserError
 from gearbox.rows.batches import Batch, PackedRows
 from gearbox.rows.units import IGNORE_INDEX
@@ -29,9 +29,95 @@ from gearbox.rows.units import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ABOUT, FORMAT = "about.json", 1
+AGAIN = "write it again with src/teach.py"
 IDS, LOG_PROBS, CHUNKS = "ids", "log_probs", "chunks"  # files of a part
 INPUTS = ("teacher_ids", "teacher_log_probs")  # of the model (model/loss.py)
 MAX_SHOWN = 3  # chunks without probabilities, in a message
+
+
+class File(NamedTuple):
+    """The size and digest of a file."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class TeacherFacts:
+    """Describe a folder in about.json."""
+
+    teacher: str
+    """Identifies the teacher's weights."""
+    vocabulary: str
+    """Hash of the tokens and their ids."""
+    top: int
+    """Number of known tokens, k."""
+    num_chunks: int
+    num_targets: int
+    files: dict[str, File]
+    """The other files of the folder, by name."""
+    format: int = FORMAT
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the facts of a complete folder, and compare the sizes of its files. Raise UserError, which names it."""
+        if not (folder / ABOUT).is_file():
+            why = "is not complete: it has no about.json" if folder.is_dir() else "does not exist"
+            raise UserError(f"train.teacher: {folder} {why}; {AGAIN}")
+        try:
+            content = filesystem.read_json_object(folder / ABOUT)
+        except ValueError as error:
+            raise UserError(f"train.teacher: {error}; {AGAIN}") from None
+        if content.get("format") != FORMAT:
+            found = content.get("format")
+            raise UserError(f"train.teacher: {folder / ABOUT}: format is {found!r}, not {FORMAT}; {AGAIN}")
+        facts = cls._of(content)
+        if facts is None:
+            raise UserError(f"train.teacher: {folder / ABOUT} is damaged; {AGAIN}")
+        for name, file in facts.files.items():
+            path = folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != file.bytes:
+                found = "is missing" if size is None else f"has {size:,} bytes, not {file.bytes:,}"
+                raise UserError(f"train.teacher: {path} {found}; {AGAIN}")
+        return facts
+
+    @classmethod
+    def _of(cls, content: dict[str, object]) -> Self | None:
+        """Return the facts in the content of about.json, or None if it is not what `write` writes."""
+        files, teacher, vocabulary = (content.get(name) for name in ("files", "teacher", "vocabulary"))
+        numbers = [content.get(name) for name in ("top", "num_chunks", "num_targets")]
+        counts = [number for number in numbers if isinstance(number, int) and number > 0]
+        if not (isinstance(files, dict) and isinstance(teacher, str) and isinstance(vocabulary, str)):
+            return None
+        if len(counts) < len(numbers):
+            return None
+        listed: dict[str, File] = {}
+        for name, facts in files.items():
+            if name != Path(name).name or not isinstance(facts, dict) or facts.keys() != {*File._fields}:
+                return None
+            size, digest = facts["bytes"], facts["xxh3_128"]
+            if not isinstance(size, int) or not isinstance(digest, str):
+                return None
+            listed[name] = File(size, digest)
+        top, num_chunks, num_targets = counts
+        return cls(teacher, vocabulary, top, num_chunks, num_targets, listed)
+
+    def write(self, folder: Path) -> None:
+        """Write about.json, when all other files are on disk."""
+        files = {name: file._asdict() for name, file in self.files.items()}
+        filesystem.atomic_write(folder / ABOUT, json.dumps(asdict(self) | {"files": files}, indent=1))
+
+    def damaged(self, folder: Path, names: list[str]) -> str | None:
+        """Return which of these files has another content than about.json lists, or None."""
+        for name in names:
+            try:
+                if filesystem.digest_of(folder / name) != self.files[name].xxh3_128:
+                    return f"train.teacher: {folder / name} is damaged; {AGAIN}"
+            except OSError as error:
+                return f"train.teacher: {folder / name} cannot be read: {error.strerror}"
+        return None
 
 
 def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -94,7 +180,8 @@ class _ArrayFile:
     """A .npy file of a known shape that is written in pieces, one after the other: mounted buckets allow no other."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
-        self.path, self._file, self._digest, self._dtype = path, path.open("xb"), xxhash.xxh3_128(), dtype
+        self.path, self._digest, self._dtype, self._opened = path, xxhash.xxh3_128(), dtype, ExitStack()
+        self._file = self._opened.enter_context(filesystem.new_file(path))
         header: dict[str, object] = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_2_0(_Both(self._file, self._digest), header)
 
@@ -105,8 +192,7 @@ class _ArrayFile:
 
     def close(self) -> File:
         size = self._file.tell()
-        self._file.close()
-        filesystem.sync(self.path)
+        self._opened.close()
         return File(size, self._digest.hexdigest())
 
 

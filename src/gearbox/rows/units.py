@@ -173,6 +173,8 @@ def usable_pairs(chunks: Chunks, corpus: Corpus, hashes: NDArray[np.uint64]) -> 
     pairs = chunks.document.reshape(-1, 2)
     is_cut = (chunks.length < corpus.lengths[chunks.document]).reshape(-1, 2).any(1)
     is_same = (hashes[pairs[:, 0]] == hashes[pairs[:, 1]]) & is_cut
+    if isinstance(corpus, MismatchedCorpus):  # whose pairs are not compared with each other
+        is_same[:] = False
     return np.repeat((chunks.targets > 0).reshape(-1, 2).all(1) & ~is_same, 2)
 
 
@@ -209,7 +211,8 @@ class ComparedAnswers:
         """Return a batch with `answers` and, with a reference, `reference`, both [B, T].
 
         The number of an answer is 2 x its unit in the batch + its side, and -1 elsewhere. The reference is at the first
-        token of an answer's chunk. Answers that are not compared have no labels.
+        token of an answer's chunk. It is the bits of an fp32, as int32: FSDP2 would round numbers to bf16. Answers that
+        are not compared have no labels.
         """
         chunks = batch["chunk_ids"].numpy()
         sides = np.where(chunks < 0, NOT_COMPARED, self.sides[chunks])
@@ -223,7 +226,8 @@ class ComparedAnswers:
         }
         if self.reference is not None:
             is_first = is_compared & (np.diff(chunks, axis=1, prepend=-1) != 0)
-            marked["reference"] = torch.from_numpy(np.where(is_first, self.reference[chunks], np.float32(0)))
+            at_first = np.where(is_first, self.reference[chunks], np.float32(0))
+            marked["reference"] = torch.from_numpy(at_first.view(np.int32))
         return marked
 
 

@@ -37,7 +37,7 @@ from gearbox.rows.batches import PackedRows, StepBatch, micro_batches_of
 from gearbox.rows.splits import TrainingRows
 from gearbox.rows.units import GOOD, IGNORE_INDEX, NOT_COMPARED, ComparedAnswers
 from gearbox.sharding.unwrap import without_adapter
-from gearbox.training.passes import passes_of
+from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def prepare(engine: Engine, data: TrainingData, rows: TrainingRows, run: Run, wa
     def keep_going() -> bool:
         return not any(engine.world.sum([watchdog.stop_requested]))
 
+    watchdog.disarm(on_stop="keeping what is known of the reference")  # else a signal would end this rank at once
     if not _complete(engine, parts, sums, write, keep_going):
         return False
     engine.world.decide(lambda: _write(own, key, sums))

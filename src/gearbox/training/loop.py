@@ -20,8 +20,7 @@ from gearbox.rows.splits import TrainingRows
 from gearbox.training import comparing, evaluation
 from gearbox.training.evaluation import Questions
 from gearbox.training.outputs import Outputs
-from gearbox.training.passes import passes_of
-from gearbox.training.rows_ahead import RowsAhead
+from gearbox.training.rows_ahead import RowsAhead, passes_of
 
 
 def fit(engine: Engine, rows: TrainingRows, questions: Questions, outputs: Outputs, watchdog: Watchdog) -> bool:

@@ -1,4 +1,7 @@
-"""Make the batch of the next step in a thread while a step computes. What a step trains does not depend on it."""
+"""Make the batch of the next step in a thread while a step computes, and divide micro-batches into passes.
+
+What a step trains does not depend on either.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from gearbox.distributed import process_group
 from gearbox.distributed.engine import Engine
-from gearbox.rows import batches
-from gearbox.rows.batches import StepBatch
+from gearbox.model.router_loss import router_weight
+from gearbox.planning.layer_memory import pass_tokens
+from gearbox.rows import batches, units
+from gearbox.rows.batches import Batch, StepBatch
 from gearbox.rows.splits import TrainingRows
 
 
@@ -36,3 +42,17 @@ class RowsAhead:
                 for micro_batch in batch.micro_batches:
                     micro_batch.update({name: tensor.pin_memory() for name, tensor in micro_batch.items()})
         return batch
+
+
+def passes_of(engine: Engine, micro_batch: Batch, unit_size: int | None = None) -> list[Batch]:
+    """Return the passes of a micro-batch: groups of its packed documents, or all of it.
+
+    `unit_size` is that of the rows, for a batch without marked answers.
+
+    Other engines send weights or gradients in each pass, and a router balances the tokens of a whole row.
+    """
+    recipe, is_plain = engine.job.recipe, engine.job.gear.engine in ("single", "ddp")
+    limit = pass_tokens(recipe, process_group.runs_on_cpu())
+    if limit is None or not is_plain or "position_ids" not in micro_batch or router_weight(engine.unwrapped):
+        return [micro_batch]
+    return units.passes_of(micro_batch, min(limit, recipe.batch.row_tokens), unit_size)

@@ -22,7 +22,6 @@ from gearbox.config.loader import located
 from gearbox.config.recipe import Recipe
 from gearbox.console import make_console, status, styled
 from gearbox.data.corpus import Builder, MappedCorpus
-from gearbox.data.teacher_files import TeacherFacts
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sequence_parallel, verification
 from gearbox.distributed.engine import Engine
@@ -44,11 +43,11 @@ from gearbox.rows import arranged, stream, teacher
 from gearbox.rows.batches import Batch, PackedRows, fullest_rows
 from gearbox.rows.splits import Leakage, TrainingRows
 from gearbox.rows.streamed_rows import PreparedCorpus
-from gearbox.rows.teacher import Teacher
+from gearbox.rows.teacher import Teacher, TeacherFacts
 from gearbox.sharding import sharded_state
 from gearbox.sharding.unwrap import without_adapter
 from gearbox.training import evaluation, resume, run_folder
-from gearbox.training.passes import passes_of
+from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
 # Largest relative difference between our loss and the model's own loss, by precision.
