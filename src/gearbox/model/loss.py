@@ -92,10 +92,10 @@ class Comparison:
         size = 2 * -(-len(numbers) * self.num_sharing // 2)  # more than there can be answers of at least a token
         bits = inputs.get("reference")
         reference = torch.zeros_like(log_probs) if bits is None else bits.flatten().view(torch.float32)
-        columns = [log_probs, reference, is_target.to(log_probs.dtype)]
+        columns = [column.double() for column in (log_probs, reference, is_target)]  # as the reference is summed
         slots = torch.where(numbers < 0, size, numbers)  # the last slot is for tokens of no answer
         sums = self.sharing(torch.stack([_sums(column, slots, size + 1)[:size] for column in columns]))
-        log_prob, reference, lengths = sums.view(3, -1, 2)
+        log_prob, reference, lengths = sums.float().view(3, -1, 2)
         answers = Answers(log_prob, reference + self.moved * (lengths > 0), lengths)
         figures = preference.figures(self.objective, answers, self.settings) / self.num_sharing
         self.figures = figures if self.figures is None else self.figures + figures
