@@ -95,7 +95,7 @@ def test_compiled_blocks_share_their_graphs_and_take_rows_of_any_length(monkeypa
         with blocks.compiling_all():
             ours, theirs = step(model, TOKENS[:, :length]), step(plain, TOKENS[:, :length])
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours[1], theirs[1], strict=True))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours[1], theirs[1], strict=True))
     with torch.no_grad():
         model(input_ids=TOKENS[:, :5])  # evaluations and answers are of any length
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -74,8 +74,9 @@ def plain(objective, model, base, made: Made) -> torch.Tensor:
 
 def engine_of(model, micro_rows: int) -> SimpleNamespace:
     """Return what `comparing` needs of an engine on one device."""
-    recipe = SimpleNamespace(batch=SimpleNamespace(rows=3))
-    gear, batch = SimpleNamespace(degree=lambda _: 1), SimpleNamespace(micro_rows=micro_rows)
+    perf, adapter = SimpleNamespace(pass_tokens=None), SimpleNamespace(method="none")
+    recipe = SimpleNamespace(batch=SimpleNamespace(rows=3), perf=perf, adapter=adapter)
+    gear, batch = SimpleNamespace(engine="single", degree=lambda _: 1), SimpleNamespace(micro_rows=micro_rows)
     job = SimpleNamespace(recipe=recipe, gear=gear, batch=batch)
     return SimpleNamespace(
         job=job,
