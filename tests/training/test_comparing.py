@@ -75,7 +75,8 @@ def plain(objective, model, base, made: Made) -> torch.Tensor:
 def engine_of(model, micro_rows: int) -> SimpleNamespace:
     """Return what `comparing` needs of an engine on one device."""
     perf, adapter = SimpleNamespace(pass_tokens=None), SimpleNamespace(method="none")
-    recipe = SimpleNamespace(batch=SimpleNamespace(rows=3), perf=perf, adapter=adapter)
+    data = SimpleNamespace(packing=True)
+    recipe = SimpleNamespace(batch=SimpleNamespace(rows=3), perf=perf, adapter=adapter, data=data)
     gear, batch = SimpleNamespace(engine="single", degree=lambda _: 1), SimpleNamespace(micro_rows=micro_rows)
     job = SimpleNamespace(recipe=recipe, gear=gear, batch=batch)
     return SimpleNamespace(
