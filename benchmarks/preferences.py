@@ -32,6 +32,11 @@ SYSTEMS = {
     "trl-live": "TRL as it comes",
     "gearbox-kto": "Gearbox, KTO",
 }
+COLUMNS = ("system", "pairs / CPU s", "step, CPU s", "reference pass, CPU s", "tokens of a step", "peak GB") + (
+    "Gearbox is faster by",
+    "leaner by",
+    "losses differ by",
+)
 RESULT = ROOT / "benchmarks" / "preferences.md"
 TEMPLATE = (
     "{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<|im_start|>' + m['role'] + '\\n' + "
@@ -233,9 +238,8 @@ def page(samples: list[Sample], facts: str) -> str:
     of = {name: [one for one in samples if one["system"] == name] for name in SYSTEMS}
     ours = {one["round"]: one for one in of["gearbox"]}
     lines = [
-        "| system | pairs / CPU s | step, CPU s | reference pass, CPU s | tokens of a step | peak GB "
-        "| Gearbox is faster by | leaner by | losses differ by |",
-        "|" + "---|" * 9,
+        f"| {' | '.join(COLUMNS)} |",
+        "|" + "---|" * len(COLUMNS),
     ]
     for name, runs in of.items():
         if not runs:

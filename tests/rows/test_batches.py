@@ -58,7 +58,9 @@ def test_chunking_neither_loses_nor_repeats_a_token(lengths, row_tokens, long):
     assert pieces.length.max(initial=0) <= row_tokens
     found = {}
     num_targets = Counter()
-    for document, start, length, targets in zip(pieces.document, pieces.start, pieces.length, pieces.targets, strict=True):
+    for document, start, length, targets in zip(
+        pieces.document, pieces.start, pieces.length, pieces.targets, strict=True
+    ):
         before = found.setdefault(document, [])
         assert start == max(0, len(before) - 1), "only the last token of the piece before is repeated"
         assert length > 1 or not before, "no piece is only the repeated token"
