@@ -134,7 +134,7 @@ BAD_PAIRS = {
     "other questions later": (
         bad_pair([ASK, YES, ASK, NO], [ASK, YES, MORE, NO]), "chosen[2]: is a user turn that differs from rejected[2]",
     ),
-    "another prompt": (bad_pair([ASK, YES], [ASK, NO], prompt="more"), "prompt: is no user turn of those that chosen"),
+    "another prompt": (bad_pair([ASK, YES], [ASK, NO], prompt="more"), "prompt: differs from the user turns that c"),
     "another list": (bad_pair([ASK, YES], [ASK, NO], prompt=[MORE]), "chosen[0]: is a user turn that differs from pro"),
     "another list in one": (bad_pair([ASK, YES], [MORE, NO], prompt=[ASK]), "rejected[0]: is a user turn that differs"),
     "no prompt": (bad_pair([YES], [NO]), "chosen[0]: is an assistant turn without a prompt"),

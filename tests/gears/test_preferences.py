@@ -142,7 +142,7 @@ def test_breakage_is_noticed(compare, single, monkeypatch, breakage):
     "objective", ["dpo", "kto", *(pytest.param(name, marks=SELDOM) for name in ("ipo", "simpo", "orpo"))]
 )
 def test_packing_ranks_and_micro_batches_change_nothing(compare, tokenizer, tmp_path, objective):
-    """Each step trains all pairs, because rows that are not packed are other rows."""
+    """Train all pairs in each step, because rows that are not packed are other rows."""
     few = make_pairs(tmp_path / "few.jsonl", 20)
     given = [f"data.path={few}", f"train.objective={objective}", "eval.fraction=0", "optim.max_grad_norm=0"]
     given += ["preference.sft_weight=0.3"] if objective in ("dpo", "kto") else []

@@ -249,7 +249,7 @@ def _check_repeated(shared: list[Turn], field: str, prompt: _Prompt) -> None:
     asked = [turn["content"].strip() for turn in shared if turn["role"] == "user"]
     if text not in asked:
         raise InvalidRecord(
-            f"{prompt.field}: is no user turn of those that {field} begins with; correct it, or ignore it with "
+            f"{prompt.field}: differs from the user turns that {field} begins with; correct it, or ignore it with "
             "data.fields='{prompt: null}'"
         )
 
