@@ -139,7 +139,7 @@ BAD_PAIRS = {
     "another list in one": (bad_pair([ASK, YES], [MORE, NO], prompt=[ASK]), "rejected[0]: is a user turn that differs"),
     "no prompt": (bad_pair([YES], [NO]), "chosen[0]: is an assistant turn without a prompt"),
     "no prompt of texts": (bad_pair("yes", "no"), "chosen: shares no beginning with rejected"),
-    "unmapped prompt": (bad_pair("so yes", "so no", question="a"), "chosen: is a text without a prompt, beside "),
+    "unmapped prompt": (bad_pair("so yes", "so no", question="a"), "chosen: is a text without a prompt; the record"),
     "a user answers": (bad_pair({"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, prompt="ask"),
                        "chosen: must be an assistant turn, found a user turn"),
     "one user answers": (bad_pair([YES], [MORE], prompt="ask"), "rejected[0]: must be an assistant turn as in chosen"),
