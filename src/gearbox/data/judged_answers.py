@@ -184,8 +184,8 @@ def _check_texts(record: JsonObject, names: FieldNames, chosen: str, rejected: s
     if found is not None and "prompt" not in names.fields:
         field = found if found in QUESTIONS else "FIELD"
         raise InvalidRecord(
-            f"{fields[0]}: is a text without a prompt; the record also has {found!r}; set data.fields='{{prompt: {field}}}', or "
-            "'{prompt: null}' if the text contains it"
+            f"{fields[0]}: is a text without a prompt; the record also has {found!r}; set data.fields="
+            f"'{{prompt: {field}}}', or '{{prompt: null}}' if the text contains it"
         )
     shared = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
     if not any(letter.strip() for letter, _ in shared):
