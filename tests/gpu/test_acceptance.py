@@ -178,6 +178,8 @@ def test_the_first_lines_of_a_recipe_give_gear_and_sum(name):
         "qlora_1gpu": "single",
         "ddp_4gpu": "ddp",
         "ddp_4gpu_full": "ddp",
+        "dpo_1gpu": "single",
+        "dpo_4gpu": "ddp",
         "fsdp_2gpu": "fsdp",
         "zero3_2gpu": "zero3",
     }
@@ -303,12 +305,13 @@ def test_an_optimizer_is_compared_with_adamw(setting, warm):
 
 
 @pytest.mark.cold
-def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting, warm):
+@pytest.mark.parametrize("recipe", ["qlora_1gpu", "dpo_1gpu"])
+def test_a_peak_far_from_the_recipe_fails_with_its_figures(setting, warm, recipe):
     figures = {}
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     with pytest.raises(AssertionError, match=r"is not within 5 % of 8.0 GB"):  # the small model takes less
-        gpu_parts.run_shapes(replace(setting, steps=3), figures, "qlora_1gpu", **small, **heads)
+        gpu_parts.run_shapes(replace(setting, steps=3), figures, recipe, **small, **heads)
     assert set(figures) == {"GPUs", "tokens/s per GPU", "MFU", "peak GB", "GB in the recipe"}
     assert 0 < float(figures["peak GB"]) < 7 and torch.get_default_device().type == "cpu"
 

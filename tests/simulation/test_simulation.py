@@ -127,8 +127,10 @@ def peak(step):
     return {"peak": counted.peak}
 
 
-@pytest.mark.parametrize(("gear", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_a_real_step_in_bf16_has_the_same_peak(train, monkeypatch, tmp_path, gear, ranks):
+@pytest.mark.parametrize(
+    ("gear", "ranks", "objective"), [("single", 1, "sft"), ("ddp", 2, "sft"), ("fsdp", 2, "sft"), ("ddp", 2, "dpo")]
+)
+def test_a_real_step_in_bf16_has_the_same_peak(train, monkeypatch, tmp_path, gear, ranks, objective):
     """Let the CPU compute as a GPU does: in bf16, with its chunks of logits."""
     monkeypatch.setattr(engines, "runs_on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -139,6 +141,7 @@ def test_a_real_step_in_bf16_has_the_same_peak(train, monkeypatch, tmp_path, gea
         "batch.row_tokens=256",
         "batch.micro_rows=2",
         "batch.rows=8",
+        *(("train.objective=dpo", "data.path=builtin:preferences") if objective == "dpo" else ()),
     )
     real = at_second_step(monkeypatch, tmp_path, peak, lambda: train(gear, *overrides, ranks=ranks))[0]["peak"]
     job = job_of("tiny", gear, ranks, *overrides)

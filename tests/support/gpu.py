@@ -43,7 +43,9 @@ TESTS = "tests/gpu/test_parts.py::test_part"
 SECONDS = 40 * 60  # no part starts later
 PRECISIONS = ("bf16", "fp32")
 BF16_ONLY = {"ring", "ulysses"}  # their attention needs a flash kernel, and none computes in fp32
-RECIPES = {"qlora_1gpu": 1, "ddp_4gpu": 1, "ddp_4gpu_full": 1, "fsdp_2gpu": 2, "zero3_2gpu": 2}  # with GPUs
+RECIPES = {
+    "qlora_1gpu": 1, "ddp_4gpu": 1, "ddp_4gpu_full": 1, "dpo_1gpu": 1, "dpo_4gpu": 1, "fsdp_2gpu": 2, "zero3_2gpu": 2,
+}  # with GPUs  # fmt: skip
 OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 
 

@@ -238,14 +238,18 @@ def write_weights(name: str, folder: Path, device: str, **changes: int) -> Path:
     return folder
 
 
-def write_documents(path: Path, number: int) -> Path:
-    """Write chats of about DOCUMENT_CHARACTERS bytes, each of which is a token."""
+def write_documents(path: Path, number: int, in_pairs: bool = False) -> Path:
+    """Write chats of about DOCUMENT_CHARACTERS bytes, each of which is a token, or as many pairs of them."""
     draw = random.Random(0)
+
+    def chat() -> list[dict[str, str]]:
+        answer = "".join(draw.choices("abcdefgh ", k=DOCUMENT_CHARACTERS))
+        return [{"role": "user", "content": "Write."}, {"role": "assistant", "content": answer}]
+
     with path.open("w") as file:
         for _ in range(number):
-            answer = "".join(draw.choices("abcdefgh ", k=DOCUMENT_CHARACTERS))
-            turns = [{"role": "user", "content": "Write."}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+            record = {"chosen": chat(), "rejected": chat()} if in_pairs else {"messages": chat()}
+            file.write(json.dumps(record) + "\n")
     return path
 
 
@@ -284,9 +288,10 @@ def run_shapes(setting: Setting, figures: dict[str, str], name: str, **changes: 
     gear = gear_in("bf16", gear_name, gpu.ranks_of(gear_name, setting.num_gpus or 1), setting.folder / "gears")
     rate = matmul_rate(weights, setting.device)
     rows = 4 * recipe.batch.micro_rows * gear.num_processes  # few, since only the passes of a step follow from it
-    documents = write_documents(setting.folder / f"{name}.jsonl", 2 * setting.steps * rows * 3)
+    documents = write_documents(setting.folder / f"{name}.jsonl", 2 * setting.steps * rows * 3, recipe.compares)
     changed = {
-        "model.name": weights, "data.path": documents, "data.split": "train", "data.supervise": "all",
+        "model.name": weights, "data.path": documents, "data.split": "train",
+        "data.supervise": recipe.data.supervise if recipe.compares else "all",
         "batch.rows": rows, "train.steps": setting.steps, "schedule.warmup": 1, "eval.fraction": 0, "eval.every": 0,
         "eval.samples": 0, "save.every": 0,
     }  # fmt: skip

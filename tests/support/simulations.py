@@ -19,9 +19,15 @@ from gearbox.simulation import step
 from gearbox.simulation.simulate import simulate
 from support.ranks import fork_ranks
 
-RECIPES = ("tiny", "ddp_4gpu_full", "fsdp_2gpu", "qlora_1gpu", "ddp_4gpu", "smollm2_135m", "zero3_2gpu")
+RECIPES = (
+    "tiny", "tiny_dpo", "ddp_4gpu_full", "fsdp_2gpu", "qlora_1gpu", "ddp_4gpu", "smollm2_135m", "zero3_2gpu",
+    "dpo_1gpu", "dpo_4gpu",
+)  # fmt: skip
 GEARS = {"single": 1, "ddp": 4, "fsdp": 8, "hsdp": 8, "fsdp_offload": 2, "tp": 2, "ring": 2}
-NAMES = {"smollm2_135m": ("model.name=HuggingFaceTB/SmolLM2-135M-Instruct",)}  # that `make smollm2` copies
+# Instead of a model that `make smollm2` copies, and of one that a first run trains.
+NAMES = {
+    "smollm2_135m": ("model.name=HuggingFaceTB/SmolLM2-135M-Instruct",), "tiny_dpo": ("model.name=recipes/tiny",),
+}  # fmt: skip
 FILE, PAGE, FIRST_CELL = ROOT / "benchmarks/simulated.json", ROOT / "docs/plan.md", "| recipe |"
 
 

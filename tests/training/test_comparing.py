@@ -49,7 +49,7 @@ def plain(objective, model, base, made: Made) -> torch.Tensor:
     if objective == "kto":
         other = MismatchedCorpus(made)
         mismatched = [(other.tokens(2 * i + 1), other.loss_mask(2 * i + 1)) for i in range(len(made))]
-        kl = [float(log_prob(model, *one)[0] - log_prob(base, *one)[0]) for one in mismatched]
+        kl = [(log_prob(model, *one)[0] - log_prob(base, *one)[0]).item() for one in mismatched]
     z0 = max(0.0, sum(kl) / max(1, len(kl)))
     for i in range(0, len(made), 2):
         sides = [(made.tokens(j), made.loss_mask(j)) for j in (i, i + 1)]

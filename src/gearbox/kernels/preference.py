@@ -36,8 +36,8 @@ def losses(objective: str, answers: Answers, settings: Preference) -> torch.Tens
     gains = _gains(objective, answers)
     beta, margin = settings.beta_of(objective), settings.margin_of(objective)
     if objective == "kto":
-        weights = gains.new_tensor([settings.desirable_weight, settings.undesirable_weight])
-        return (kto(gains, beta) * weights * is_given).sum(1)
+        good, bad = (kto(gains, beta) * is_given).unbind(1)
+        return settings.desirable_weight * good + settings.undesirable_weight * bad
     chosen, rejected = gains.unbind(1)
     if objective == "ipo":
         values = ipo(chosen, rejected, beta)
@@ -92,8 +92,7 @@ def kto(gains: torch.Tensor, beta: float) -> torch.Tensor:
     gains: r - z0, where r = log(p / p_ref) of an answer. Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic
     Optimization", 2024, L_KTO of section 4 (TRL cites it as equation 7), without the weights lambda.
     """
-    signs = gains.new_tensor([1.0, -1.0])
-    return torch.sigmoid(-beta * signs * gains)
+    return torch.sigmoid(-beta * _wanted(gains))
 
 
 @torch.no_grad()
@@ -108,7 +107,7 @@ def figures(objective: str, answers: Answers, settings: Preference) -> torch.Ten
         given = given * given.flip(1)
     rewards = beta * _gains(objective, answers)
     if objective == "kto":
-        is_right = (rewards * rewards.new_tensor([1.0, -1.0]) > 0) * given
+        is_right = (_wanted(rewards) > 0) * given
     else:
         is_right = (rewards[:, :1] > rewards[:, 1:]) * given[:, :1]
     gains = (answers.log_probs - answers.reference) * given
@@ -142,6 +141,12 @@ def _gains(objective: str, answers: Answers) -> torch.Tensor:
     """Return what an objective compares, [P, 2]: the log-probabilities less the reference, of answers or tokens."""
     gains = answers.log_probs - answers.reference
     return gains / answers.lengths.clamp(min=1) if objective in PER_TOKEN else gains
+
+
+def _wanted(gains: torch.Tensor) -> torch.Tensor:
+    """Return how far each answer has moved to where it should, [P, 2]: a bad one should lose."""
+    good, bad = gains.unbind(1)
+    return torch.stack([good, -bad], 1)
 
 
 def _log_odds(log_probs: torch.Tensor) -> torch.Tensor:

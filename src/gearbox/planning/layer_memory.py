@@ -84,7 +84,8 @@ class Setup:
         """Return the setup of a recipe under a gear, as it runs on GPUs in the gear's precision, or on CPUs in fp32."""
         recipe, gear, batch = job.recipe, job.gear, job.batch
         row_tokens, parts = recipe.batch.row_tokens, gear.degree("sp") * gear.degree("cp")
-        tokens = batch.micro_rows * row_tokens // parts
+        lines = 1 if recipe.data.packing or not recipe.compares else 2  # without packing each answer has its own
+        tokens = lines * batch.micro_rows * row_tokens // parts
         if (limit := pass_tokens(recipe, on_cpu)) and gear.engine in ("single", "ddp"):
             tokens = min(tokens, limit)
         is_fp32 = on_cpu or gear.precision != "bf16"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import cast
 
 import accelerate.commands.launch as launcher
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
@@ -38,6 +39,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, 
 from gearbox.checks.model import check_architecture
 from gearbox.config.job import Job
 from gearbox.config.recipe import Model
+from gearbox.config.recipe_values import WITH_REFERENCE
 from gearbox.distributed import engine as engines
 from gearbox.distributed import pipeline_stages, process_group, sequence_parallel
 from gearbox.distributed.engine import Engine
@@ -50,11 +52,12 @@ from gearbox.model import adapters, loading, loss, probes
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss
-from gearbox.rows.batches import StepBatch
+from gearbox.rows.batches import Batch, StepBatch
+from gearbox.rows.units import BAD, GOOD, ComparedAnswers
 from gearbox.sharding import fsdp_loading
 from gearbox.sharding.unwrap import text_class, unwrap_optimizer, without_adapter
 from gearbox.simulation.fake_gpu import GPU, HOST, FakeGPU, Value
-from gearbox.training import loop
+from gearbox.training import comparing, loop
 
 UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException, RuntimeError)
 PORTION = 2  # micro-batches of a simulated step: with more of them, only the bytes sent grow
@@ -203,6 +206,7 @@ def _build(job: Job, folder: str, plan: _Plan, gpu: FakeGPU) -> Engine:
     unwrapped = engines.unwrap(accelerator, model)
     gpu.recount([*unwrapped.parameters(), *unwrapped.buffers()], "weights")
     job = replace(job, recipe=recipe)
+    comparing.install(loaded, job, accelerator)
     return Engine(job, ProcessGroup(), accelerator, model, unwrapped, optimizer, folder, torch.bfloat16)
 
 
@@ -304,6 +308,7 @@ def _quantize(model: PreTrainedModel, settings: BitsAndBytesConfig) -> None:
 def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple[Counter[str], Counter[str]]:
     """Take steps. Return the bytes sent in the first micro-batch of the last step, and in all of it."""
     plan, tokens = engine.job.batch, engine.job.recipe.batch.row_tokens
+    num_units = plan.rows if engine.job.recipe.compares else None
     optimizer = unwrap_optimizer(engine.optimizer)
     before: list[str] = []
 
@@ -318,12 +323,9 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(end)
-    micro = {
-        name: torch.zeros(plan.micro_rows, tokens, dtype=torch.long) for name in ("input_ids", "labels", "chunk_ids")
-    }
-    if engine.job.recipe.data.packing:
-        micro["position_ids"] = torch.arange(tokens).repeat(plan.micro_rows, 1)
-    batch = StepBatch([dict(micro)] * plan.accumulation_steps, plan.rows * tokens, plan.rows * tokens, [])
+    micro = _micro_batch(engine.job)
+    num_tokens = plan.rows * tokens
+    batch = StepBatch([dict(micro)] * plan.accumulation_steps, num_tokens, num_tokens, [], num_units, num_tokens // 2)
     first: Counter[str] = Counter()
 
     def look(phase: str) -> None:
@@ -341,6 +343,24 @@ def _take_steps(engine: Engine, config: PretrainedConfig, gpu: FakeGPU) -> tuple
             engine, batch, engine.job.recipe.optim.max_grad_norm, Phases(StepClock(torch.device("cpu")), look)
         )
     return first, Counter(gpu.sent)
+
+
+def _micro_batch(job: Job) -> Batch:
+    """Return rows full of targets: one document each, or the two answers of a pair."""
+    recipe, tokens = job.recipe, job.recipe.batch.row_tokens
+    parts = 2 if recipe.compares else 1
+    lines = job.batch.micro_rows * (1 if recipe.data.packing else parts)
+    in_line = parts * job.batch.micro_rows // lines
+    micro = {name: torch.zeros(lines, tokens, dtype=torch.long) for name in ("input_ids", "labels")}
+    micro["chunk_ids"] = (torch.arange(lines * tokens) * in_line // tokens).view(lines, tokens)
+    if recipe.data.packing:
+        micro["position_ids"] = torch.arange(tokens).repeat(lines, 1)
+    if not recipe.compares:
+        return micro
+    num_answers = in_line * lines
+    sides = np.tile(np.array([GOOD, BAD], np.int8), num_answers // 2)
+    reference = np.zeros(num_answers, np.float32) if recipe.train.objective in WITH_REFERENCE else None
+    return ComparedAnswers(sides, reference).mark(micro)
 
 
 def _watch_gradients(model: nn.Module, gpu: FakeGPU) -> None:

@@ -21,11 +21,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from gearbox import filesystem
-from gearbox.config.job import BatchPlan
+from gearbox.config.job import BatchPlan, Job
 from gearbox.config.recipe_values import WITH_REFERENCE
 from gearbox.console import status
 from gearbox.data import corpus
 from gearbox.distributed import engine as engines
+from gearbox.distributed import sequence_parallel
 from gearbox.distributed.engine import Engine
 from gearbox.errors import UserError
 from gearbox.kernels import preference
@@ -41,6 +42,10 @@ from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from gearbox.training.session import TrainingData
 
 REFERENCE = "reference.safetensors"
@@ -49,6 +54,17 @@ ROUNDS_AT_ONCE = 8  # steps' worth of rows between two looks at the clock and at
 
 Sums = NDArray[np.float32]
 KeepGoing = Callable[[], bool]
+
+
+def install(model: PreTrainedModel | PeftModel, job: Job, accelerator: Accelerator) -> None:
+    """Make a model that `install_loss` has changed compare answers, if the objective does."""
+    if job.recipe.compares:
+        without_adapter(model).comparison = Comparison(
+            job.recipe.train.objective,
+            job.recipe.preference,
+            sequence_parallel.sum_over_sharing(job.gear, accelerator),
+            job.gear.degree("sp") * job.gear.degree("cp"),
+        )
 
 
 def comparison_of(engine: Engine) -> Comparison | None:

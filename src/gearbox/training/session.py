@@ -31,7 +31,6 @@ from gearbox.errors import UserError
 from gearbox.kernels.install import installed_kernels
 from gearbox.launch import outcome, topology
 from gearbox.model import adapters, export, loading, probes, random_init
-from gearbox.model.loss import Comparison
 from gearbox.model.optimizer import make_optimizer
 from gearbox.model.pretrained import Pretrained
 from gearbox.model.router_loss import has_router_loss, router_weight
@@ -46,7 +45,7 @@ from gearbox.rows.streamed_rows import PreparedCorpus
 from gearbox.rows.teacher import Teacher, TeacherFacts
 from gearbox.sharding import sharded_state
 from gearbox.sharding.unwrap import without_adapter
-from gearbox.training import evaluation, resume, run_folder
+from gearbox.training import comparing, evaluation, resume, run_folder
 from gearbox.training.rows_ahead import passes_of
 from gearbox.training.run_folder import Run
 
@@ -177,13 +176,7 @@ def build_engine(job: Job, data: TrainingData, world: ProcessGroup, run: Run) ->
     export.stop_at(loaded, stream.answer_ends(data.corpus, tokenizer))
     optimizer = make_optimizer(loaded, recipe.optim, unreached)
     model, optimizer = engines.prepare(gear, accelerator, loaded, optimizer, recipe.perf)
-    if recipe.compares:
-        without_adapter(loaded).comparison = Comparison(
-            recipe.train.objective,
-            recipe.preference,
-            sequence_parallel.sum_over_sharing(gear, accelerator),
-            gear.degree("sp") * gear.degree("cp"),
-        )
+    comparing.install(loaded, job, accelerator)
     unwrapped, dtype = engines.unwrap(accelerator, model), export.stored_dtype(config, origin)
     return Engine(job, world, accelerator, model, unwrapped, optimizer, source, dtype, num_positions, fit)
 
