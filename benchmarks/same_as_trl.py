@@ -1,9 +1,11 @@
-"""Train the same chats in TRL and in Gearbox with equal settings, and print the largest difference of their losses.
+"""Train the same chats, pairs and judged answers in TRL and in Gearbox, and print how their losses differ.
 
 Usage: python benchmarks/same_as_trl.py
 
-A step trains all 16 chats, so that the order of the data does not matter. The model is recipes/tiny with one set of
+A step trains all 16 records, so that the order of the data does not matter. The model is recipes/tiny with one set of
 random weights, in fp32 on a CPU. The first run installs TRL into .peers/, as `make bench` does.
+
+ORPOTrainer has no switch for its usual loss, which also covers prompts. It is set to zero here.
 """
 
 from __future__ import annotations
@@ -13,20 +15,53 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, CHATS, LR = 10, 16, 2e-3
-# What both change, as (TRL's settings, Gearbox's overrides).
-CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "answers only": ({}, []),
-    "all tokens": ({"data": "messages"}, ["data.supervise=all"]),
-    "answers only, 4 rounds of 4 chats": (
+STEPS, RECORDS, LR = 10, 16, 2e-3
+
+
+class Case(NamedTuple):
+    """What both train, and what differs from their defaults."""
+
+    trainer: str
+    data: str
+    """The file's name, without its ending."""
+    theirs: dict[str, Any]
+    ours: list[str]
+
+
+FILES = {"prompt": "messages"}  # that Gearbox reads instead
+ONE_ROW = ["batch.rows=1", "batch.micro_rows=1", "batch.row_tokens=4096"]
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+CASES = {
+    "answers only": Case("SFT", "prompt", {}, []),
+    "all tokens": Case("SFT", "messages", {}, ["data.supervise=all"]),
+    "answers only, 4 rounds of 4 chats": Case(
+        "SFT",
+        "prompt",
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
         ["batch.micro_rows=4"],
     ),
-    "answers only, second beta 0.999": ({"adam_beta2": 0.999}, ["optim.betas=[0.9,0.999]"]),
-}
+    "answers only, second beta 0.999": Case("SFT", "prompt", {"adam_beta2": 0.999}, ["optim.betas=[0.9,0.999]"]),
+    "`dpo`": Case("DPO", "pairs", PRECOMPUTED, ["train.objective=dpo"]),
+    "`dpo`, in packed rows": Case(
+        "DPO", "pairs", PRECOMPUTED, ["train.objective=dpo", "data.packing=true", *ONE_ROW]
+    ),
+    "`ipo`": Case("DPO", "pairs", PRECOMPUTED | {"loss_type": ["ipo"]}, ["train.objective=ipo"]),
+    "`simpo`": Case(
+        "CPO", "pairs", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0},
+        ["train.objective=simpo"],
+    ),
+    "`simpo` with the usual loss": Case(
+        "CPO", "pairs", {"loss_type": "simpo", "cpo_alpha": 1.0, "beta": 2.0, "simpo_gamma": 1.0},
+        ["train.objective=simpo", "preference.sft_weight=1"],
+    ),
+    "`orpo` without the usual loss": Case(
+        "ORPO", "pairs", {"beta": 0.1}, ["train.objective=orpo", "preference.sft_weight=0"]
+    ),
+    "`kto`": Case("KTO", "labels", PRECOMPUTED, ["train.objective=kto"]),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -39,26 +74,38 @@ def main() -> None:
         folder = Path(scratch)
         write_material(folder)
         print("| trained | loss of step 1 | of step 10 | largest relative difference |\n|---|---|---|---|")
-        for name, (theirs, ours) in CASES.items():
-            settings = json.dumps(theirs)
+        for name, case in CASES.items():
+            settings = json.dumps([case.trainer, case.data, case.theirs])
             python = str(environments.python_of("trl"))
-            subprocess.run([python, __file__, "--trl", scratch, settings], check=True, capture_output=True)
+            done = subprocess.run([python, __file__, "--trl", scratch, settings], capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{name}: {done.stderr[-2000:]}")
             expected = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
-            losses = train_here(folder, ours)
+            losses = train_here(folder, case)
             worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
             print(f"| {name} | {losses[0]:.4f} | {losses[-1]:.4f} | {worst:.1e} |", flush=True)
 
 
 def write_material(folder: Path) -> None:
-    """Write the chats in both formats, and the model with random weights."""
+    """Write the records in each format, and the model with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     chats = [json.loads(line)["messages"] for line in (ROOT / "recipes/chats.jsonl").read_text().splitlines()]
-    chats = [chat for chat in chats if [turn["role"] for turn in chat] == ["user", "assistant"]][:CHATS]
+    chats = [chat for chat in chats if [turn["role"] for turn in chat] == ["user", "assistant"]][:RECORDS]
+    answers = [chat[1:] for chat in chats]
+    others = [*answers[1:], answers[0]]
     records = {
         "messages": [{"messages": chat} for chat in chats],
         "prompt": [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats],
+        "pairs": [
+            {"prompt": chat[:1], "chosen": chosen, "rejected": rejected}
+            for chat, chosen, rejected in zip(chats, answers, others, strict=True)
+        ],
+        "labels": [
+            {"prompt": chat[:1], "completion": other if number % 3 else answer, "label": number % 3 == 0}
+            for number, (chat, answer, other) in enumerate(zip(chats, answers, others, strict=True))
+        ],
     }
     for name, lines in records.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -68,12 +115,12 @@ def write_material(folder: Path) -> None:
     AutoTokenizer.from_pretrained(ROOT / "recipes/tiny").save_pretrained(folder / "model")
 
 
-def train_here(folder: Path, overrides: list[str]) -> list[float]:
+def train_here(folder: Path, case: Case) -> list[float]:
     """Return the losses of Gearbox."""
     recipe = {
         "model": {"name": str(folder / "model")},
-        "data": {"path": str(folder / "messages.jsonl"), "packing": False},
-        "batch": {"rows": CHATS, "row_tokens": 512, "micro_rows": CHATS},
+        "data": {"path": str(folder / f"{FILES.get(case.data, case.data)}.jsonl"), "packing": False},
+        "batch": {"rows": RECORDS, "row_tokens": 512, "micro_rows": RECORDS},
         "optim": {"lr": LR},
         "schedule": {"name": "linear"},
         "train": {"steps": STEPS},
@@ -82,21 +129,44 @@ def train_here(folder: Path, overrides: list[str]) -> list[float]:
         "run": {"dir": str(folder / "runs"), "name": "run", "resume": "never"},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML, too
-    command = [sys.executable, str(ROOT / "src/train.py"), str(folder / "recipe.yaml"), *overrides]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, str(ROOT / "src/train.py"), str(folder / "recipe.yaml"), *case.ours]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
     path = max((folder / "runs").glob("run*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "grad_norm" in line]
 
 
-def train_in_trl(folder: Path, changes: dict[str, Any]) -> None:
+def trainer_and_settings(name: str) -> tuple[Any, Any]:
+    """Return a trainer of TRL, and the class of its settings."""
+    import trl
+
+    if name not in ("CPO", "ORPO"):
+        return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    if name == "CPO":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    class WithoutUsualLoss(ORPOTrainer):
+        """Let the odds ratio be all of the loss."""
+
+        def concatenated_forward(self, *arguments: Any) -> tuple[Any, ...]:
+            *found, usual_loss = super().concatenated_forward(*arguments)
+            return *found, 0 * usual_loss
+
+    return WithoutUsualLoss, ORPOConfig
+
+
+def train_in_trl(folder: Path, name: str, data: str, changes: dict[str, Any]) -> None:
     """Train with TRL, in its own environment, and write the losses."""
     from datasets import load_dataset
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    data = changes.pop("data", "prompt")
-    settings = {"per_device_train_batch_size": CHATS, "adam_beta2": 0.95, **changes}
-    arguments = SFTConfig(
+    trainer_of, settings_of = trainer_and_settings(name)
+    arguments = settings_of(
         output_dir=str(folder / "trl"),
         max_steps=STEPS,
         learning_rate=LR,
@@ -106,10 +176,12 @@ def train_in_trl(folder: Path, changes: dict[str, Any]) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        **settings,
+        **{"per_device_train_batch_size": RECORDS, "adam_beta2": 0.95, **changes},
     )
-    documents = load_dataset("json", data_files=str(folder / f"{data}.jsonl"), split="train")
-    trainer = SFTTrainer(str(folder / "model"), args=arguments, train_dataset=documents)
+    records = load_dataset("json", data_files=str(folder / f"{data}.jsonl"), split="train")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = trainer_of(model, args=arguments, train_dataset=records, processing_class=tokenizer)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
@@ -117,6 +189,6 @@ def train_in_trl(folder: Path, changes: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--trl"]:
-        train_in_trl(Path(sys.argv[2]), json.loads(sys.argv[3]))
+        train_in_trl(Path(sys.argv[2]), *json.loads(sys.argv[3]))
     else:
         main()

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 import teach
-from gearbox import ROOT
+from gearbox import ROOT, filesystem
 from gearbox.config.gear import load_gear
 from gearbox.distributed.forked_ranks import launcher_environment
 from gearbox.model import random_init
@@ -31,14 +31,14 @@ def teacher(tmp_path_factory, tokenizer):
 def write(tmp_path, chats):
     """Return a function that runs teach.py on forked ranks: write(gear, folder name, *overrides) -> folder."""
 
-    def call(gear: str, name: str, *arguments: str, ranks: int = 1):
+    def call(gear: str, name: str, *arguments: str, ranks: int = 1, refused: str = ""):
         path = ROOT / "accelerate_configs" / f"{gear}.yaml"
         loaded = load_gear(path, {"num_processes": str(ranks)})
         given = ["recipes/tiny.yaml", "--to", str(tmp_path / name), *arguments, "batch.rows=6", "batch.micro_rows=2"]
         given += [f"data.path={chats}", "batch.row_tokens=128", "model.init=pretrained", "train.steps=4"]
         given += ["eval.samples=0"]
         codes, output = fork_ranks(ranks, launcher_environment(path, ranks), lambda: teach.main(given, loaded))
-        assert set(codes) == {0}, output
+        assert set(codes) == {2 if refused else 0} and refused in output, output
         return tmp_path / name
 
     return call
@@ -56,11 +56,12 @@ def table(folder) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def test_one_teacher_for_every_gear(train, write, teacher):
-    """Write under two gears, and train under three on what the first wrote."""
+def test_one_teacher_for_every_gear(train, write, teacher, tmp_path):
+    """Write under two gears, and train under three on what the first wrote. A killed process has left its folder."""
+    (tmp_path / "known.tmp-killed").mkdir()
     folder = write("ddp", "known", f"model.name={teacher}", "--top=260", ranks=2)
     about = json.loads((folder / "about.json").read_text())
-    assert len(about["files"]) == 6 and not list(folder.parent.glob("known.tmp*"))
+    assert len(about["files"]) == 6 and [*folder.parent.glob("known*")] == [folder]
     assert_same(table(folder), table(write("pp", "other", f"model.name={teacher}", "--top=260", ranks=2)))
     given = ("train.objective=distil", f"train.teacher={folder}", *STEPS)
     alone = train("single", *given)
@@ -69,6 +70,14 @@ def test_one_teacher_for_every_gear(train, write, teacher):
         outcome = train(gear, *given, ranks=2)
         assert set(outcome.codes) == {0}, outcome.output
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-5), gear
+
+
+def test_a_folder_that_another_process_fills_is_left_alone(write, teacher, tmp_path):
+    (tmp_path / "known.tmp-living").mkdir()
+    lock = filesystem.Lock(tmp_path / "known.lock", 0)
+    write("ddp", "known", f"model.name={teacher}", ranks=2, refused="another process is filling")
+    lock.release()
+    assert {path.name for path in tmp_path.glob("known*")} == {"known.tmp-living", "known.lock"}
 
 
 def assert_same(found, known) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,38 +29,51 @@ APPEARS_SECONDS = 10.0  # for the folder on other machines; NFS may cache that i
 def new_folder(folder: Path, world: World) -> Iterator[Path]:
     """Yield a folder that all ranks fill, which then becomes `folder` in one step, if folders can be renamed there.
 
-    What is left of a killed process has no about.json. Raise UserError if the folder cannot be made.
+    What is left of a killed process has no about.json, and the next one deletes it. Raise UserError if the folder
+    cannot be made, or if another process is filling it.
     """
+    lock_path = folder.with_name(f"{folder.name}.lock")
+    locks: list[filesystem.Lock] = []  # of the first rank
 
     def make() -> str:
         try:
             filesystem.make_folder(folder.parent)
+            locks.append(filesystem.Lock(lock_path, 0))
+            if locks[0].is_taken:
+                raise UserError(f"--to: another process is filling {folder}; wait for it, or give another folder")
+            for left in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
+                filesystem.remove(left)
             aside = folder if filesystem.rename_problem(folder.parent) else filesystem.aside_of(folder)
             aside.mkdir()
         except OSError as error:
             raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
         return str(aside)
 
-    made = Path(world.decide(make))
-    is_whole = False
+    is_whole, made = False, None
     try:
+        made = Path(world.decide(make))
         if not all(world.gather(filesystem.wait_for_path(made, APPEARS_SECONDS))):
             raise UserError(f"--to: not all machines see {made}; give a folder that they share")
         yield made
+        world.decide(lambda: _finish(made, folder))
         is_whole = True
     finally:
-        if world.rank == 0 and not is_whole:
+        if made is not None and world.rank == 0 and not is_whole:
             shutil.rmtree(made, ignore_errors=True)
+        for lock in locks:
+            if not lock.is_taken:
+                lock_path.unlink(missing_ok=True)
+            lock.release()
 
-    def finish() -> None:
-        try:
-            filesystem.sync_tree(made)
-            if made != folder:
-                filesystem.rename(made, folder)
-        except OSError as error:
-            raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
 
-    world.decide(finish)
+def _finish(made: Path, folder: Path) -> None:
+    """Let a folder appear. Raise UserError if that fails."""
+    try:
+        filesystem.sync_tree(made)
+        if made != folder:
+            filesystem.rename(made, folder)
+    except OSError as error:
+        raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
 
 
 def write(
