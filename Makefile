@@ -34,8 +34,8 @@ train: $(STAMP)  ## train the default recipe with GEAR=fsdp
 quick: $(STAMP)  ## run the unit tests, which start neither ranks nor Python (2 min)
 	$(BIN)/pytest -m unit -n 2 --dist worksteal
 
-test: $(STAMP)  ## run all tests except the long ones, in two processes
-	$(BIN)/pytest -n 2 --dist worksteal
+test: $(STAMP)  ## run all tests except the long ones, in three processes, since many tests wait
+	$(BIN)/pytest -n 3 --dist worksteal
 
 lint: $(STAMP)  ## fix style and spelling; check types, Dockerfile and shell scripts
 	$(BIN)/pre-commit run --all-files

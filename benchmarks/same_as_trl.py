@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, RECORDS, LR = 10, 16, 2e-3
+STEPS, RECORDS = 10, 16
 
 
 class Case(NamedTuple):
@@ -29,6 +29,11 @@ class Case(NamedTuple):
     """The file's name, without its ending."""
     theirs: dict[str, Any]
     ours: list[str]
+
+    @property
+    def lr(self) -> float:
+        """The peak of the learning rate. With a larger one, losses of pairs become too small to compare."""
+        return 2e-3 if self.trainer == "SFT" else 2e-4
 
 
 FILES = {"prompt": "messages"}  # that Gearbox reads instead
@@ -75,7 +80,7 @@ def main() -> None:
         write_material(folder)
         print("| trained | loss of step 1 | of step 10 | largest relative difference |\n|---|---|---|---|")
         for name, case in CASES.items():
-            settings = json.dumps([case.trainer, case.data, case.theirs])
+            settings = json.dumps([case.trainer, case.data, case.lr, case.theirs])
             python = str(environments.python_of("trl"))
             done = subprocess.run([python, __file__, "--trl", scratch, settings], capture_output=True, text=True)
             if done.returncode:
@@ -121,7 +126,7 @@ def train_here(folder: Path, case: Case) -> list[float]:
         "model": {"name": str(folder / "model")},
         "data": {"path": str(folder / f"{FILES.get(case.data, case.data)}.jsonl"), "packing": False},
         "batch": {"rows": RECORDS, "row_tokens": 512, "micro_rows": RECORDS},
-        "optim": {"lr": LR},
+        "optim": {"lr": case.lr},
         "schedule": {"name": "linear"},
         "train": {"steps": STEPS},
         "eval": {"fraction": 0, "samples": 0},
@@ -160,7 +165,7 @@ def trainer_and_settings(name: str) -> tuple[Any, Any]:
     return WithoutUsualLoss, ORPOConfig
 
 
-def train_in_trl(folder: Path, name: str, data: str, changes: dict[str, Any]) -> None:
+def train_in_trl(folder: Path, name: str, data: str, lr: float, changes: dict[str, Any]) -> None:
     """Train with TRL, in its own environment, and write the losses."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,7 +174,7 @@ def train_in_trl(folder: Path, name: str, data: str, changes: dict[str, Any]) ->
     arguments = settings_of(
         output_dir=str(folder / "trl"),
         max_steps=STEPS,
-        learning_rate=LR,
+        learning_rate=lr,
         max_length=512,
         bf16=False,
         use_cpu=True,
