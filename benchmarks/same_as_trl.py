@@ -22,7 +22,7 @@ STEPS, RECORDS = 10, 16
 
 
 class Case(NamedTuple):
-    """What both train, and what differs from their defaults."""
+    """Hold what both train, and what differs from their defaults."""
 
     trainer: str
     data: str
