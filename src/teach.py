@@ -13,8 +13,11 @@ Usage: accelerate launch --config_file accelerate_configs/GEAR.yaml src/teach.py
 The second form runs the gear single. The folder has 8 x K + 4 bytes for each target. It does not depend on the packing,
 on the order of the rows or on the gear. Then train the student with train.objective=distil train.teacher=FOLDER.
 
-Exit codes of the second form: 0 done; 1 crashed; 2 a user error; 130 interrupted. An interrupted command leaves no
-FOLDER. Under `accelerate launch`, 0 means done.
+FOLDER appears when it is complete. Until then FOLDER.partial has the parts that are: the same command resumes from them
+after a kill, also under another gear.
+
+Exit codes of the second form: 0 done; 1 crashed; 2 a user error; 130 interrupted. Under `accelerate launch`, 0 means
+done.
 
 Example:
     python src/teach.py recipes/tiny.yaml model.name=runs/large/model model.init=pretrained --to probabilities
@@ -89,6 +92,10 @@ def folder_of(options: Namespace) -> Path:
         raise UserError("--to: is missing, and the recipe has no train.teacher; give the folder to write")
     folder = Path(given)
     if folder.exists() or folder.is_symlink():
+        from gearbox.generation.teaching import is_started  # which imports torch
+
+        if is_started(folder):
+            return folder
         raise UserError(f"--to: {folder} exists; delete it, or give another folder")
     return folder
 

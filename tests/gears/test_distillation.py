@@ -1,6 +1,8 @@
 """Test that a teacher's probabilities, written under one gear, train a student equally under others."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import teach
 from gearbox import ROOT, filesystem
 from gearbox.config.gear import load_gear
 from gearbox.distributed.forked_ranks import launcher_environment
+from gearbox.generation import teaching
 from gearbox.model import random_init
+from gearbox.rows.teacher import TeacherFacts
 from support.ranks import fork_ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,14 +35,14 @@ def teacher(tmp_path_factory, tokenizer):
 def write(tmp_path, chats):
     """Return a function that runs teach.py on forked ranks: write(gear, folder name, *overrides) -> folder."""
 
-    def call(gear: str, name: str, *arguments: str, ranks: int = 1, refused: str = ""):
+    def call(gear: str, name: str, *arguments: str, ranks: int = 1, code: int = 0, says: str = ""):
         path = ROOT / "accelerate_configs" / f"{gear}.yaml"
         loaded = load_gear(path, {"num_processes": str(ranks)})
         given = ["recipes/tiny.yaml", "--to", str(tmp_path / name), *arguments, "batch.rows=6", "batch.micro_rows=2"]
         given += [f"data.path={chats}", "batch.row_tokens=128", "model.init=pretrained", "train.steps=4"]
         given += ["eval.samples=0"]
         codes, output = fork_ranks(ranks, launcher_environment(path, ranks), lambda: teach.main(given, loaded))
-        assert set(codes) == {2 if refused else 0} and refused in output, output
+        assert (code in codes if code < 0 else set(codes) == {code}) and says in output, output
         return tmp_path / name
 
     return call
@@ -56,9 +60,8 @@ def table(folder) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def test_one_teacher_for_every_gear(train, write, teacher, tmp_path):
-    """Write under two gears, and train under three on what the first wrote. A killed process has left its folder."""
-    (tmp_path / "known.tmp-killed").mkdir()
+def test_one_teacher_for_every_gear(train, write, teacher):
+    """Write under two gears, and train under three on what the first wrote."""
     folder = write("ddp", "known", f"model.name={teacher}", "--top=260", ranks=2)
     about = json.loads((folder / "about.json").read_text())
     assert len(about["files"]) == 6 and [*folder.parent.glob("known*")] == [folder]
@@ -73,11 +76,38 @@ def test_one_teacher_for_every_gear(train, write, teacher, tmp_path):
 
 
 def test_a_folder_that_another_process_fills_is_left_alone(write, teacher, tmp_path):
-    (tmp_path / "known.tmp-living").mkdir()
     lock = filesystem.Lock(tmp_path / "known.lock", 0)
-    write("ddp", "known", f"model.name={teacher}", ranks=2, refused="another process is filling")
+    write("ddp", "known", f"model.name={teacher}", ranks=2, code=2, says="another process is filling")
     lock.release()
-    assert {path.name for path in tmp_path.glob("known*")} == {"known.tmp-living", "known.lock"}
+    assert [path.name for path in tmp_path.glob("known*")] == ["known.lock"]
+
+
+def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, monkeypatch):
+    """Parts are small. The command is killed after the third list of parts, and a file of the second is damaged."""
+    whole = table(write("single", "whole", f"model.name={teacher}", "--top=5"))
+    monkeypatch.setattr(teaching, "PART_BYTES", 1)
+    partial, listed = tmp_path / "known.partial", teaching._list
+    with monkeypatch.context() as here:
+
+        def list_and_die(path, facts):
+            found = listed(path, facts)
+            if len(facts.files) >= 18:  # three on each rank
+                (path.parent / "ids-00099.npy").write_bytes(b"not listed")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        here.setattr(teaching, "_list", list_and_die)
+        write("ddp", "known", f"model.name={teacher}", "--top=5", ranks=2, code=-9)
+    assert not (tmp_path / "known").exists() and len([*partial.glob("*.npy")]) == 19
+    (partial / "ids-00002.npy").write_bytes((partial / "ids-00003.npy").read_bytes())
+    write("single", "known", f"model.name={teacher}", "--top=6", code=2, says="another teacher or --top")
+    folder = write("single", "known", f"model.name={teacher}", "--top=5", says="resuming: 15 of ")
+    assert_same(table(folder), whole)
+    assert {path.name for path in tmp_path.glob("known*")} == {"known"}
+    facts = TeacherFacts.read(folder)
+    assert facts.damaged(folder, [*facts.files]) is None and {*facts.files} == {
+        path.name for path in folder.glob("*.npy")
+    }
 
 
 def assert_same(found, known) -> None:

@@ -9,7 +9,7 @@ import torch
 from gearbox.config.job import BatchPlan
 from gearbox.errors import UserError
 from gearbox.rows.batches import make_step_batch
-from gearbox.rows.teacher import ABOUT, PartWriter, Teacher, TeacherFacts
+from gearbox.rows.teacher import ABOUT, PartWriter, Teacher, TeacherFacts, table_of
 from gearbox.rows.units import IGNORE_INDEX
 from support.documents import Made, random_documents
 
@@ -27,7 +27,7 @@ def invented(batch) -> tuple[np.ndarray, np.ndarray]:
 def written(folder, rows, num_parts: int = 2) -> TeacherFacts:
     """Write what a teacher could say, in parts of alternate rows."""
     folder.mkdir()
-    files, num_chunks = {}, 0
+    files = {}
     for part in range(num_parts):
         own = [*range(len(rows))[part::num_parts]]
         writer = PartWriter(folder, part, int(rows.targets[own].sum()), TOP)
@@ -35,9 +35,8 @@ def written(folder, rows, num_parts: int = 2) -> TeacherFacts:
             batch = rows.batch([row])
             writer.add(rows, batch, *invented(batch))
         files |= writer.close()
-        num_chunks += writer.num_chunks
-    facts = TeacherFacts("weights", "tokens", TOP, num_chunks, int(rows.targets.sum()), files)
-    facts.write(folder)
+    facts = TeacherFacts("weights", "tokens", TOP, len(table_of(folder, files)), int(rows.targets.sum()), files)
+    facts.write(folder / ABOUT)
     return facts
 
 

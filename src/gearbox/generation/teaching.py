@@ -1,13 +1,18 @@
-"""Write a teacher's probabilities of every target token of all rows. All ranks call these functions together."""
+"""Write a teacher's probabilities of every target token of all rows. All ranks call these functions together.
+
+They are written in parts. A process that is killed leaves a folder with those that are complete, listed in parts.json,
+and the next one computes the others, under any gear.
+"""
 
 from __future__ import annotations
 
-import glob
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -19,18 +24,28 @@ from gearbox.errors import UserError
 from gearbox.model import loading
 from gearbox.rows import teacher
 from gearbox.rows.batches import Batch, PackedRows, micro_batches_of
-from gearbox.rows.teacher import File, PartWriter, TeacherFacts
+from gearbox.rows.teacher import ABOUT, File, PartWriter, TeacherFacts
 from gearbox.world import World
 
+PARTS = "parts.json"  # the facts of a folder that is not complete
+PART_BYTES = 2**28  # of probabilities that all ranks write together before they are listed
 APPEARS_SECONDS = 10.0  # for the folder on other machines; NFS may cache that it is missing
+
+Group = list[tuple[PackedRows, list[int]]]
+"""Rows to compute, in portions of a step's size."""
+
+
+def is_started(folder: Path) -> bool:
+    """Return whether a killed process has left complete parts in this folder, since folders cannot be renamed there."""
+    return (folder / PARTS).is_file() and not (folder / ABOUT).exists()
 
 
 @contextmanager
 def new_folder(folder: Path, world: World) -> Iterator[Path]:
     """Yield a folder that all ranks fill, which then becomes `folder` in one step, if folders can be renamed there.
 
-    What is left of a killed process has no about.json, and the next one deletes it. Raise UserError if the folder
-    cannot be made, or if another process is filling it.
+    It is the one that an earlier process has left, if there is one. Raise UserError if it cannot be made, or if another
+    process is filling it.
     """
     lock_path = folder.with_name(f"{folder.name}.lock")
     locks: list[filesystem.Lock] = []  # of the first rank
@@ -41,13 +56,12 @@ def new_folder(folder: Path, world: World) -> Iterator[Path]:
             locks.append(filesystem.Lock(lock_path, 0))
             if locks[0].is_taken:
                 raise UserError(f"--to: another process is filling {folder}; wait for it, or give another folder")
-            for left in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
-                filesystem.remove(left)
-            aside = folder if filesystem.rename_problem(folder.parent) else filesystem.aside_of(folder)
-            aside.mkdir()
+            is_final = filesystem.rename_problem(folder.parent)
+            partial = folder if is_final else folder.with_name(f"{folder.name}.partial")
+            partial.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
-        return str(aside)
+        return str(partial)
 
     is_whole, made = False, None
     try:
@@ -58,7 +72,7 @@ def new_folder(folder: Path, world: World) -> Iterator[Path]:
         world.decide(lambda: _finish(made, folder))
         is_whole = True
     finally:
-        if made is not None and world.rank == 0 and not is_whole:
+        if made is not None and world.rank == 0 and not is_whole and not (made / PARTS).is_file():
             shutil.rmtree(made, ignore_errors=True)
         for lock in locks:
             if not lock.is_taken:
@@ -69,6 +83,7 @@ def new_folder(folder: Path, world: World) -> Iterator[Path]:
 def _finish(made: Path, folder: Path) -> None:
     """Let a folder appear. Raise UserError if that fails."""
     try:
+        filesystem.remove(made / PARTS)
         filesystem.sync_tree(made)
         if made != folder:
             filesystem.rename(made, folder)
@@ -82,41 +97,124 @@ def write(
     """Fill a folder with the `top` largest probabilities at each target of these rows, and return its facts.
 
     Ranks divide the rows as in an evaluation. Ranks that share a model share a part, which the first of them writes.
+    Raise UserError if the folder has parts of another teacher.
     """
-    world, gear = engine.world, engine.job.gear
-    top = min(top, len(tokenizer))
-    num_targets = sum(int(rows.targets.sum()) for rows in parts)
+    world, recipe = engine.world, engine.job.recipe
+    top, vocabulary = min(top, len(tokenizer)), teacher.vocabulary_of(tokenizer)
+    weights = world.decide(lambda: loading.starting_weights(engine.source, recipe))
+    facts, missing = world.decide(lambda: _resume(folder, TeacherFacts(weights, vocabulary, top, 0, 0, {}), parts))
+    num_rows, num_missing = sum(map(len, parts)), sum(map(len, missing))
+    if facts.files:
+        world.screen.print_always(f"resuming: {num_rows - num_missing:,} of {num_rows:,} rows are in {folder}")
+    num_targets = sum(int(rows.targets[rows_missing].sum()) for rows, rows_missing in zip(parts, missing, strict=True))
     _check_room(folder, num_targets * teacher.bytes_per_target(top), world)
-    writer, problem = None, None
-    mine = sum(int(rows.targets[row]) for rows in parts for row in _rows_of_rank(engine, rows))
-    if mine and engine.eval_shard not in [gear.eval_shard(rank) for rank in range(world.rank)]:
-        try:
-            writer = PartWriter(folder, world.rank, mine, top)
-        except OSError as error:
-            problem = f"{folder} cannot be written: {error.strerror}"
+    number = 1 + max((teacher.number_of(name) for name in facts.files), default=-1)
     engine.model.eval()
-    num_rows = sum(len(rows) for rows in parts)
     with torch.no_grad(), status(world.screen, "computing the teacher's probabilities", "rows") as work:
         done = 0
-        for rows in parts:
-            for portion in _portions(engine, rows):
-                problem = problem or _add_portion(engine, rows, portion, writer, (top, len(tokenizer)))
-                _refuse(world, problem)
-                done += len(portion)
-                work.at(min(done, num_rows))
+
+        def advance(num_done: int) -> None:
+            nonlocal done
+            done += num_done
+            work.at(done)
+
+        for group in _groups(parts, missing, recipe.batch.rows, top):
+            facts.files.update(_write_part(engine, group, (folder, number), (top, len(tokenizer)), advance))
+            world.decide(lambda: _list(folder / PARTS, facts))
+            number += world.size
+    return world.decide(lambda: _list(folder / ABOUT, facts))
+
+
+def _resume(folder: Path, facts: TeacherFacts, parts: list[PackedRows]) -> tuple[TeacherFacts, list[list[int]]]:
+    """Return the facts of the complete parts in a folder, and the rows that they lack. Delete all others.
+
+    Raise UserError if they are of another teacher than `facts`.
+    """
+    if (folder / PARTS).is_file():
+        try:
+            found = TeacherFacts.of(filesystem.read_json_object(folder / PARTS))
+        except ValueError:
+            found = None
+        if found is None:
+            raise UserError(f"--to: {folder / PARTS} is damaged; delete {folder}")
+        if (found.teacher, found.vocabulary, found.top) != (facts.teacher, facts.vocabulary, facts.top):
+            raise UserError(
+                f"--to: an earlier process began {folder} with another teacher or --top; delete it, or give another"
+            )
+        damaged = {teacher.number_of(name) for name in found.files if found.damaged(folder, [name])}
+        whole = {name: file for name, file in found.files.items() if teacher.number_of(name) not in damaged}
+        facts = replace(found, files=whole)
+    for path in folder.iterdir():
+        if path.name not in {*facts.files, PARTS}:
+            filesystem.remove(path)
+    known = teacher.table_of(folder, facts.files)[:, 0]
+    return facts, [_missing_rows(rows, known) for rows in parts]
+
+
+def _missing_rows(rows: PackedRows, known: np.ndarray) -> list[int]:
+    """Return the rows with a chunk whose key is not known."""
+    if not len(known):
+        return [*range(len(rows))]
+    keys = np.array([teacher.key_of(rows, chunk) for chunk in range(len(rows.chunks))], np.uint64)
+    is_known = np.isin(keys, known) | (rows.chunks.targets == 0)
+    return [row for row in range(len(rows)) if not is_known[rows.row(row)].all()]
+
+
+def _list(path: Path, facts: TeacherFacts) -> TeacherFacts:
+    """Write the facts of the complete parts, with the numbers of their chunks and targets. Return them."""
+    table = teacher.table_of(path.parent, facts.files)
+    facts = replace(facts, num_chunks=len(table), num_targets=int(table[:, 1].sum()))
+    facts.write(path)
+    return facts
+
+
+def _groups(parts: list[PackedRows], missing: list[list[int]], portion: int, top: int) -> Iterator[Group]:
+    """Yield the missing rows in groups, each of about PART_BYTES."""
+    group: Group = []
+    num_bytes = 0
+    for rows, of_rows in zip(parts, missing, strict=True):
+        for first in range(0, len(of_rows), portion):
+            row_ids = of_rows[first : first + portion]
+            group.append((rows, row_ids))
+            num_bytes += int(rows.targets[row_ids].sum()) * teacher.bytes_per_target(top)
+            if num_bytes >= PART_BYTES:
+                yield group
+                group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _write_part(
+    engine: Engine,
+    group: Group,
+    place: tuple[Path, int],
+    top: tuple[int, int],
+    advance: Callable[[int], None],
+) -> dict[str, File]:
+    """Compute a group of rows, and write a part on each rank, numbered from that of the place. Return all files."""
+    world, gear, (folder, number) = engine.world, engine.job.gear, place
+    mine = 0
+    for rows, portion in group:
+        own = [row for micro in _micro_batches(engine, portion) for row in micro if row is not None]
+        mine += int(rows.targets[own].sum())
+    writer, problem = None, None
+    if mine and engine.eval_shard not in [gear.eval_shard(rank) for rank in range(world.rank)]:
+        try:
+            writer = PartWriter(folder, number + world.rank, mine, top[0])
+        except OSError as error:
+            problem = f"--to: {folder} cannot be written: {error.strerror}"
+    _refuse(world, problem)
+    for rows, portion in group:
+        _refuse(world, _add_portion(engine, rows, portion, writer, top))
+        advance(len(portion))
     files: dict[str, File] = {}
     if writer is not None:
         try:
             files = writer.close()
         except OSError as error:
-            problem = f"{folder} cannot be written: {error.strerror}"
+            problem = f"--to: {folder} cannot be written: {error.strerror}"
     _refuse(world, problem)
-    num_chunks = sum(world.gather(0 if writer is None else writer.num_chunks))
-    listed = {name: file for by_rank in world.gather(files) for name, file in by_rank.items()}
-    weights = world.decide(lambda: loading.starting_weights(engine.source, engine.job.recipe))
-    facts = TeacherFacts(weights, teacher.vocabulary_of(tokenizer), top, num_chunks, num_targets, listed)
-    world.decide(lambda: facts.write(folder))
-    return facts
+    return {name: file for by_rank in world.gather(files) for name, file in by_rank.items()}
 
 
 def _refuse(world: World, problem: str | None) -> None:
@@ -137,23 +235,10 @@ def _check_room(folder: Path, num_bytes: int, world: World) -> None:
     world.decide(check)
 
 
-def _portions(engine: Engine, rows: PackedRows) -> Iterator[list[int]]:
-    """Yield the rows in groups of a step's size."""
-    size = engine.job.recipe.batch.rows
-    for first in range(0, len(rows), size):
-        yield list(range(first, min(first + size, len(rows))))
-
-
 def _micro_batches(engine: Engine, portion: list[int]) -> list[list[int | None]]:
     shard, num_shards = engine.eval_shard
     plan = BatchPlan.divide(len(portion), num_shards, engine.job.recipe.batch.micro_rows)
     return micro_batches_of(portion, shard, plan)
-
-
-def _rows_of_rank(engine: Engine, rows: PackedRows) -> list[int]:
-    """Return the rows that this rank computes."""
-    micro_batches = [micro for portion in _portions(engine, rows) for micro in _micro_batches(engine, portion)]
-    return [row for micro in micro_batches for row in micro if row is not None]
 
 
 def _add_portion(

@@ -1,8 +1,8 @@
 """Write a teacher's probabilities chunk by chunk, and add those of each batch to it when a student trains.
 
 The probabilities depend on a chunk's tokens only, so a chunk is found by its content. Other rows, another order and
-other held-out documents find the same ones. Each rank that computes some writes a part, which is three files: the
-chunks in order, the ids and the log-probabilities of all their targets. Last comes about.json, which lists the files.
+other held-out documents find the same ones. Each rank that computes some writes parts, which are three files each:
+the chunks in order, the ids and the log-probabilities of all their targets. Last comes about.json, which lists them.
 
 Shapes: B rows of a micro-batch, T tokens of a row, k known tokens, n targets.
 """
@@ -10,6 +10,7 @@ Shapes: B rows of a micro-batch, T tokens of a row, k known tokens, n targets.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -72,7 +73,7 @@ class TeacherFacts:
         if content.get("format") != FORMAT:
             found = content.get("format")
             raise UserError(f"train.teacher: {folder / ABOUT}: format is {found!r}, not {FORMAT}; {AGAIN}")
-        facts = cls._of(content)
+        facts = cls.of(content)
         if facts is None:
             raise UserError(f"train.teacher: {folder / ABOUT} is damaged; {AGAIN}")
         for name, file in facts.files.items():
@@ -84,7 +85,7 @@ class TeacherFacts:
         return facts
 
     @classmethod
-    def _of(cls, content: dict[str, object]) -> Self | None:
+    def of(cls, content: dict[str, object]) -> Self | None:
         """Return the facts in the content of about.json, or None if it is not what `write` writes."""
         files, teacher, vocabulary = (content.get(name) for name in ("files", "teacher", "vocabulary"))
         numbers = [content.get(name) for name in ("top", "num_chunks", "num_targets")]
@@ -104,10 +105,10 @@ class TeacherFacts:
         top, num_chunks, num_targets = counts
         return cls(teacher, vocabulary, top, num_chunks, num_targets, listed)
 
-    def write(self, folder: Path) -> None:
-        """Write about.json, when all other files are on disk."""
+    def write(self, path: Path) -> None:
+        """Write a file such as about.json, when all other files are on disk."""
         files = {name: file._asdict() for name, file in self.files.items()}
-        filesystem.atomic_write(folder / ABOUT, json.dumps(asdict(self) | {"files": files}, indent=1))
+        filesystem.atomic_write(path, json.dumps(asdict(self) | {"files": files}, indent=1))
 
     def damaged(self, folder: Path, names: list[str]) -> str | None:
         """Return which of these files has another content than about.json lists, or None."""
@@ -141,6 +142,17 @@ def bytes_per_target(top: int) -> int:
     return 4 * top + 4 * (top + 1)
 
 
+def number_of(name: str) -> int:
+    """Return the number of the part that a file belongs to."""
+    return int(Path(name).stem.rpartition("-")[2])
+
+
+def table_of(folder: Path, names: Collection[str]) -> NDArray[np.uint64]:
+    """Return the key and the number of targets of each chunk in the parts that these files belong to, [n, 2]."""
+    tables = [np.load(folder / name, allow_pickle=False) for name in sorted(names) if name.startswith(f"{CHUNKS}-")]
+    return np.concatenate([np.empty((0, 2), "<u8"), *tables])
+
+
 class PartWriter:
     """The files of one part, written from beginning to end."""
 
@@ -161,11 +173,6 @@ class PartWriter:
             self._chunks.append((key_of(rows, chunk), len(at)))
             self._files[IDS].append(ids[row, at])
             self._files[LOG_PROBS].append(log_probs[row, at])
-
-    @property
-    def num_chunks(self) -> int:
-        """The number of chunks so far."""
-        return len(self._chunks)
 
     def close(self) -> dict[str, File]:
         """Complete the files and return their sizes and digests, by name."""
