@@ -1,7 +1,7 @@
 """Write a teacher's probabilities of every target token of all rows. All ranks call these functions together.
 
-They are written in parts. A process that is killed leaves a folder with those that are complete, listed in parts.json,
-and the next one computes the others, under any gear.
+They are written in parts. A killed process leaves a folder with the complete ones, which parts.json lists. The next
+process computes the others, under any gear.
 """
 
 from __future__ import annotations
