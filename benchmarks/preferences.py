@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ Measured by `benchmarks/preferences.py`, in `make bench FILE=alpaca.json`.
 - Rates are pairs per CPU second of the steps after the first. The reference pass is measured apart, once per run. TRL
   as it comes computes it again in each step.
 - Checkpointing is off in both. TRL pads the answers to the longest one: its `padding_free` is switched off in this
-  version. The tokens of a step include padding.
+  version. The tokens of a step include padding, which is a large part of TRL's.
 - Ratios are the least and the largest of the rounds. Losses are compared at each step but the last.
 """
 Sample = dict[str, Any]
@@ -301,16 +302,16 @@ def main() -> None:
                 samples.append({"round": number, **sample(name, file, folder / "model")})
                 print(json.dumps(samples[-1]), flush=True)
     here, loads = bench.machine(), [one["load"] for one in samples]
-    versions = "; ".join(
+    versions = ". ".join(
         f"{name}: " + ", ".join(f"{k} {v}" for k, v in environments.versions(key).items())
         for name, key in (("Gearbox", ""), ("TRL", "trl"))
     )
     facts = (
         f"Measured on {time.strftime('%Y-%m-%d')} on {here['cpu']}, one of {here['cores']} cores, one thread, load "
-        f"{min(loads):.1f} to {max(loads):.1f}; {options.rounds} rounds in turns, each of {options.pairs} pairs of "
-        f"{options.file.name}, and of {STEPS - 1} steps after the first.\n\n{versions}."
+        f"{min(loads):.1f} to {max(loads):.1f}. There are {options.rounds} rounds in turns, each of {options.pairs} "
+        f"pairs of {options.file.name} and of {STEPS - 1} steps after the first."
     )
-    made = page(samples, facts)
+    made = page(samples, "\n\n".join(textwrap.fill(text, 120) for text in (facts, f"{versions}.")))
     print(made)
     RESULT.write_text(made, encoding="utf-8")
     mine = {one["round"]: one for one in samples if one["system"] == "gearbox"}
