@@ -12,6 +12,7 @@ import teach
 from gearbox import ROOT, filesystem
 from gearbox.config.gear import load_gear
 from gearbox.distributed.forked_ranks import launcher_environment
+from gearbox.errors import UserError
 from gearbox.generation import teaching
 from gearbox.model import random_init
 from gearbox.rows.teacher import TeacherFacts
@@ -82,11 +83,14 @@ def test_a_folder_that_another_process_fills_is_left_alone(write, teacher, tmp_p
     assert [path.name for path in tmp_path.glob("known*")] == ["known.lock"]
 
 
-def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, monkeypatch):
+@pytest.mark.parametrize("renames", [True, False])
+def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, monkeypatch, renames):
     """Parts are small. The command is killed after the third list of parts, and a file of the second is damaged."""
     whole = table(write("single", "whole", f"model.name={teacher}", "--top=5"))
     monkeypatch.setattr(teaching, "PART_BYTES", 1)
-    partial, listed = tmp_path / "known.partial", teaching._list
+    if not renames:
+        monkeypatch.setattr(filesystem, "rename_problem", lambda _: "cannot rename folders")
+    partial, listed = tmp_path / ("known.partial" if renames else "known"), teaching._list
     with monkeypatch.context() as here:
 
         def list_and_die(path, facts):
@@ -98,7 +102,9 @@ def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, m
 
         here.setattr(teaching, "_list", list_and_die)
         write("ddp", "known", f"model.name={teacher}", "--top=5", ranks=2, code=-9)
-    assert not (tmp_path / "known").exists() and len([*partial.glob("*.npy")]) == 19
+    with pytest.raises(UserError, match="does not exist" if renames else "is not complete"):
+        TeacherFacts.read(tmp_path / "known")
+    assert len([*partial.glob("*.npy")]) == 19
     (partial / "ids-00002.npy").write_bytes((partial / "ids-00003.npy").read_bytes())
     write("single", "known", f"model.name={teacher}", "--top=6", code=2, says="another teacher or --top")
     folder = write("single", "known", f"model.name={teacher}", "--top=5", says="resuming: 14 of ")
