@@ -48,8 +48,10 @@ def why_no_disk_operations() -> str:
     """Return why zero3_nvme cannot run here within seconds, or "" if it can.
 
     DeepSpeed compiles two modules at the first start and keeps them. At every start it also links a program with
-    libaio, and looks for ninja: the compiled modules are not enough.
+    libaio, and looks for ninja: the compiled modules are not enough. Another environment compiles them again, and a
+    process that is killed while it compiles leaves a lock for which all others wait.
     """
+    import deepspeed
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
 
@@ -57,7 +59,14 @@ def why_no_disk_operations() -> str:
         return (
             "DeepSpeed's disk operations need libaio, a compiler and ninja: apt-get install libaio-dev g++ ninja-build"
         )
-    modules = [Path(_get_build_directory(name, verbose=False), f"{name}.so") for name in ("pin_memory", "async_io")]
-    if not all(module.is_file() for module in modules):
+    environment = str(Path(deepspeed.__file__).parent)
+
+    def is_compiled(name: str) -> bool:
+        folder = Path(_get_build_directory(name, verbose=False))
+        if not (folder / f"{name}.so").is_file() or (folder / "lock").exists():
+            return False
+        return environment in (folder / "build.ninja").read_text()
+
+    if not all(map(is_compiled, ("pin_memory", "async_io"))):
         return "DeepSpeed would compile its disk operations, which takes minutes; make matrix compiles them"
     return ""
