@@ -83,6 +83,21 @@ def test_a_folder_that_another_process_fills_is_left_alone(write, teacher, tmp_p
     assert [path.name for path in tmp_path.glob("known*")] == ["known.lock"]
 
 
+def test_a_folder_that_cannot_appear_keeps_its_parts(write, teacher, tmp_path, monkeypatch):
+    usual = filesystem.rename
+
+    def rename(source, target):
+        if target.name == "known":
+            raise OSError(28, "No space left on device")
+        usual(source, target)
+
+    with monkeypatch.context() as here:
+        here.setattr(filesystem, "rename", rename)
+        write("single", "known", f"model.name={teacher}", code=2, says="No space left")
+    folder = write("single", "known", f"model.name={teacher}", says="resuming: 121 of 121 rows")
+    assert not (folder / teaching.PARTS).exists() and len(table(folder)) > 10
+
+
 @pytest.mark.parametrize("renames", [True, False])
 def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, monkeypatch, renames):
     """Parts are small. The command is killed after the third list of parts, and a file of the second is damaged."""

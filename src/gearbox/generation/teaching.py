@@ -81,12 +81,12 @@ def new_folder(folder: Path, world: World) -> Iterator[Path]:
 
 
 def _finish(made: Path, folder: Path) -> None:
-    """Let a folder appear. Raise UserError if that fails."""
+    """Let a folder appear. Raise UserError if that fails; then the list of parts is still there to resume from."""
     try:
-        filesystem.remove(made / PARTS)
         filesystem.sync_tree(made)
         if made != folder:
             filesystem.rename(made, folder)
+        filesystem.remove(folder / PARTS)
     except OSError as error:
         raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
 
