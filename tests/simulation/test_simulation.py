@@ -149,6 +149,14 @@ def test_a_real_step_in_bf16_has_the_same_peak(train, monkeypatch, tmp_path, gea
     assert found["peak_bytes"] == pytest.approx(real, rel=0.02)
 
 
+@pytest.mark.parametrize("gear", ["single", "ddp"])
+def test_without_packing_each_answer_of_a_pair_has_a_line(gear):
+    job = job_of("tiny", gear, 2, "data.packing=false", "model.attention=sdpa", "train.objective=dpo")
+    found = simulated(job, config_of(job))
+    expected = predict(Architecture.of(config_of(job)), job).allocated_bytes
+    assert found["peak_bytes"] == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "phi3"])
 def test_families_that_no_file_names(tokenizer, family):
     config = shrink_config(AutoConfig.for_model(family), tokenizer).to_dict()

@@ -85,7 +85,8 @@ class Setup:
         recipe, gear, batch = job.recipe, job.gear, job.batch
         row_tokens, parts = recipe.batch.row_tokens, gear.degree("sp") * gear.degree("cp")
         lines = 1 if recipe.data.packing or not recipe.compares else 2  # without packing each answer has its own
-        tokens = lines * batch.micro_rows * row_tokens // parts
+        in_lines = lines * batch.micro_rows * row_tokens
+        tokens = in_lines // parts
         if (limit := pass_tokens(recipe, on_cpu)) and gear.engine in ("single", "ddp"):
             tokens = min(tokens, limit)
         is_fp32 = on_cpu or gear.precision != "bf16"
@@ -110,7 +111,7 @@ class Setup:
             stages=stages,
             in_flight=min(steps, stages if gear.schedule == "1f1b" else steps) if stages > 1 else 1,
             row_tokens=row_tokens,
-            key_tokens=batch.micro_rows * row_tokens if parts > 1 else 0,
+            key_tokens=in_lines if parts > 1 else 0,
             num_ranks=gear.num_processes,
             num_replicas=gear.degree("dp_replicate"),
             compute=FP32 if is_fp32 else BF16,
