@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Case(NamedTuple):
         return 2e-3 if self.trainer == "SFT" else 2e-4
 
 
+EXPERIMENTAL = ("CPO", "ORPO")  # modules of TRL
 FILES = {"prompt": "messages"}  # that Gearbox reads instead
 ONE_ROW = ["batch.rows=1", "batch.micro_rows=1", "batch.row_tokens=4096"]
 PRECOMPUTED = {"precompute_ref_log_probs": True}
@@ -82,13 +84,18 @@ def main() -> None:
         for name, case in CASES.items():
             settings = json.dumps([case.trainer, case.data, case.lr, case.theirs])
             python = str(environments.python_of("trl"))
-            done = subprocess.run([python, __file__, "--trl", scratch, settings], capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{name}: {done.stderr[-2000:]}")
+            run([python, __file__, "--trl", scratch, settings])
             expected = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
             losses = train_here(folder, case)
             worst = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
             print(f"| {name} | {losses[0]:.4f} | {losses[-1]:.4f} | {worst:.1e} |", flush=True)
+
+
+def run(command: list[str]) -> None:
+    """Run a command without showing its output. Exit with the end of it if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit((done.stdout + done.stderr)[-2000:])
 
 
 def write_material(folder: Path) -> None:
@@ -135,9 +142,7 @@ def train_here(folder: Path, case: Case) -> list[float]:
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML, too
     command = [sys.executable, str(ROOT / "src/train.py"), str(folder / "recipe.yaml"), *case.ours]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
+    run(command)
     path = max((folder / "runs").glob("run*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "grad_norm" in line]
@@ -145,24 +150,19 @@ def train_here(folder: Path, case: Case) -> list[float]:
 
 def trainer_and_settings(name: str) -> tuple[Any, Any]:
     """Return a trainer of TRL, and the class of its settings."""
-    import trl
+    module = import_module(f"trl.experimental.{name.lower()}" if name in EXPERIMENTAL else "trl")
+    trainer, settings = getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+    if name != "ORPO":
+        return trainer, settings
 
-    if name not in ("CPO", "ORPO"):
-        return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
-    if name == "CPO":
-        from trl.experimental.cpo import CPOConfig, CPOTrainer
-
-        return CPOTrainer, CPOConfig
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-    class WithoutUsualLoss(ORPOTrainer):
+    class WithoutUsualLoss(trainer):
         """Let the odds ratio be all of the loss."""
 
         def concatenated_forward(self, *arguments: Any) -> tuple[Any, ...]:
             *found, usual_loss = super().concatenated_forward(*arguments)
             return *found, 0 * usual_loss
 
-    return WithoutUsualLoss, ORPOConfig
+    return WithoutUsualLoss, settings
 
 
 def train_in_trl(folder: Path, name: str, data: str, lr: float, changes: dict[str, Any]) -> None:
