@@ -1,6 +1,7 @@
 """Test that a teacher's probabilities, written under one gear, train a student equally under others."""
 
 import json
+import math
 import os
 import signal
 
@@ -61,11 +62,12 @@ def table(folder) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def test_one_teacher_for_every_gear(train, write, teacher):
-    """Write under two gears, and train under three on what the first wrote."""
+def test_one_teacher_for_every_gear(train, write, teacher, monkeypatch):
+    """Write under two gears, and train under three on what the first wrote. Parts have 1, 2, 4, 8 and 6 portions."""
+    monkeypatch.setattr(teaching, "PART_SECONDS", math.inf)
     folder = write("ddp", "known", f"model.name={teacher}", "--top=260", ranks=2)
     about = json.loads((folder / "about.json").read_text())
-    assert len(about["files"]) == 6 and [*folder.parent.glob("known*")] == [folder]
+    assert len(about["files"]) == 6 * 5 and [*folder.parent.glob("known*")] == [folder]
     assert_same(table(folder), table(write("pp", "other", f"model.name={teacher}", "--top=260", ranks=2)))
     given = ("train.objective=distil", f"train.teacher={folder}", *STEPS)
     alone = train("single", *given)
@@ -102,20 +104,20 @@ def test_a_folder_that_cannot_appear_keeps_its_parts(write, teacher, tmp_path, m
 def test_a_killed_command_resumes_under_another_gear(write, teacher, tmp_path, monkeypatch, renames):
     """Parts are small. The command is killed after the third list of parts, and a file of the second is damaged."""
     whole = table(write("single", "whole", f"model.name={teacher}", "--top=5"))
-    monkeypatch.setattr(teaching, "PART_BYTES", 1)
+    monkeypatch.setattr(teaching, "PART_SECONDS", 0)
     if not renames:
         monkeypatch.setattr(filesystem, "rename_problem", lambda _: "cannot rename folders")
-    partial, listed = tmp_path / ("known.partial" if renames else "known"), teaching._list
+    partial, usual = tmp_path / ("known.partial" if renames else "known"), teaching._add
     with monkeypatch.context() as here:
 
-        def list_and_die(path, facts):
-            found = listed(path, facts)
+        def add_and_die(*given):
+            facts, is_short = usual(*given)
             if len(facts.files) >= 18:  # three on each rank
-                (path.parent / "ids-00099.npy").write_bytes(b"not listed")
+                (partial / "ids-00099.npy").write_bytes(b"not listed")
                 os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return facts, is_short
 
-        here.setattr(teaching, "_list", list_and_die)
+        here.setattr(teaching, "_add", add_and_die)
         write("ddp", "known", f"model.name={teacher}", "--top=5", ranks=2, code=-9)
     with pytest.raises(UserError, match="does not exist" if renames else "is not complete"):
         TeacherFacts.read(tmp_path / "known")

@@ -7,9 +7,12 @@ process computes the others, under any gear.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +31,7 @@ from gearbox.rows.teacher import ABOUT, File, PartWriter, TeacherFacts
 from gearbox.world import World
 
 PARTS = "parts.json"  # the facts of a folder that is not complete
-PART_BYTES = 2**28  # of probabilities that all ranks write together before they are listed
+PART_SECONDS = 60.0  # of work before it is listed, or up to twice as long
 APPEARS_SECONDS = 10.0  # for the folder on other machines; NFS may cache that it is missing
 
 Group = list[tuple[PackedRows, list[int]]]
@@ -57,11 +60,11 @@ def new_folder(folder: Path, world: World) -> Iterator[Path]:
             if locks[0].is_taken:
                 raise UserError(f"--to: another process is filling {folder}; wait for it, or give another folder")
             is_final = filesystem.rename_problem(folder.parent)
-            partial = folder if is_final else folder.with_name(f"{folder.name}.partial")
-            partial.mkdir(exist_ok=True)
+            to_fill = folder if is_final else folder.with_name(f"{folder.name}.partial")
+            to_fill.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--to: {folder} cannot be written: {error.strerror}") from None
-        return str(partial)
+        return str(to_fill)
 
     is_whole, made = False, None
     try:
@@ -109,20 +112,23 @@ def write(
     num_targets = sum(int(rows.targets[rows_missing].sum()) for rows, rows_missing in zip(parts, missing, strict=True))
     _check_room(folder, num_targets * teacher.bytes_per_target(top), world)
     number = 1 + max((teacher.number_of(name) for name in facts.files), default=-1)
+    portions = _portions(parts, missing, recipe.batch.rows)
     engine.model.eval()
     with torch.no_grad(), status(world.screen, "computing the teacher's probabilities", "rows") as work:
-        done = 0
+        done, size = 0, 1
 
         def advance(num_done: int) -> None:
             nonlocal done
             done += num_done
             work.at(done)
 
-        for group in _groups(parts, missing, recipe.batch.rows, top):
-            facts.files.update(_write_part(engine, group, (folder, number), (top, len(tokenizer)), advance))
-            world.decide(lambda: _list(folder / PARTS, facts))
-            number += world.size
-    return world.decide(lambda: _list(folder / ABOUT, facts))
+        while group := list(islice(portions, size)):
+            began = time.monotonic()
+            files = _write_part(engine, group, (folder, number), (top, len(tokenizer)), advance)
+            facts, is_short = world.decide(partial(_add, folder, facts, files, began))
+            size, number = size * (2 if is_short else 1), number + world.size
+    world.decide(lambda: facts.write(folder / ABOUT))
+    return facts
 
 
 def _resume(folder: Path, facts: TeacherFacts, parts: list[PackedRows]) -> tuple[TeacherFacts, list[list[int]]]:
@@ -143,7 +149,7 @@ def _resume(folder: Path, facts: TeacherFacts, parts: list[PackedRows]) -> tuple
             )
         damaged = {teacher.number_of(name) for name in found.files if found.damaged(folder, [name])}
         whole = {name: file for name, file in found.files.items() if teacher.number_of(name) not in damaged}
-        facts = replace(found, files=whole)
+        facts = _with_files(folder, facts, whole)
     for path in folder.iterdir():
         if path.name not in {*facts.files, PARTS}:
             filesystem.remove(path)
@@ -160,28 +166,29 @@ def _missing_rows(rows: PackedRows, known: np.ndarray) -> list[int]:
     return [row for row in range(len(rows)) if not is_known[rows.row(row)].all()]
 
 
-def _list(path: Path, facts: TeacherFacts) -> TeacherFacts:
-    """Write the facts of the complete parts, with the numbers of their chunks and targets. Return them."""
-    table = teacher.table_of(path.parent, facts.files)
-    facts = replace(facts, num_chunks=len(table), num_targets=int(table[:, 1].sum()))
-    facts.write(path)
-    return facts
+def _add(folder: Path, facts: TeacherFacts, files: dict[str, File], began: float) -> tuple[TeacherFacts, bool]:
+    """List a part that was begun at this time. Return the facts, and whether the next part may be twice as large."""
+    facts = _with_files(folder, facts, files)
+    facts.write(folder / PARTS)
+    return facts, time.monotonic() - began < PART_SECONDS
 
 
-def _groups(parts: list[PackedRows], missing: list[list[int]], portion: int, top: int) -> Iterator[Group]:
-    """Yield the missing rows in groups, each of about PART_BYTES."""
-    group: Group = []
-    num_bytes = 0
+def _with_files(folder: Path, facts: TeacherFacts, files: dict[str, File]) -> TeacherFacts:
+    """Return the facts with these files of a folder, and with the numbers of their chunks and targets."""
+    counts = teacher.table_of(folder, files)[:, 1]
+    return replace(
+        facts,
+        files=facts.files | files,
+        num_chunks=facts.num_chunks + len(counts),
+        num_targets=facts.num_targets + int(counts.sum()),
+    )
+
+
+def _portions(parts: list[PackedRows], missing: list[list[int]], size: int) -> Iterator[tuple[PackedRows, list[int]]]:
+    """Yield the missing rows in portions of a step's size."""
     for rows, of_rows in zip(parts, missing, strict=True):
-        for first in range(0, len(of_rows), portion):
-            row_ids = of_rows[first : first + portion]
-            group.append((rows, row_ids))
-            num_bytes += int(rows.targets[row_ids].sum()) * teacher.bytes_per_target(top)
-            if num_bytes >= PART_BYTES:
-                yield group
-                group, num_bytes = [], 0
-    if group:
-        yield group
+        for first in range(0, len(of_rows), size):
+            yield rows, of_rows[first : first + size]
 
 
 def _write_part(
